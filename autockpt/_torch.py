@@ -1,0 +1,351 @@
+"""The one door to torch's private modules.
+
+Everything autockpt needs of ``torch._dynamo``, ``torch._functorch``, ``torch._subclasses``,
+``torch._C`` and of undocumented behaviour goes through here, so that a change in torch is met in
+one file. Nothing here knows about plans or budgets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
+from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "JointGraph",
+    "allocation_events",
+    "boxed",
+    "capture_failure",
+    "compile_forward",
+    "fake_mode_of",
+    "getitem_index",
+    "is_random",
+    "is_sym",
+    "module_path",
+    "outside_tracing",
+    "saved_descriptors",
+    "source_line",
+    "storage_key",
+    "user_error",
+]
+
+_USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
+
+
+# ------------------------------------------------------------------ what AOTAutograd hands over
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The joint forward and backward graph as AOTAutograd hands it to a partition function.
+
+    Attributes:
+        module: the joint graph; nodes carry ``meta["val"]`` (fake tensors).
+        primals: placeholders of parameters, buffers and inputs.
+        tangents: placeholders of the outputs' gradients.
+        seeds: placeholders of random seeds and offsets, forward and backward.
+        forward_outputs: what the forward returns (nodes or constants), then what ``backward_*``
+            says the same way of the backward.
+        mutated: for each forward output the primal whose new value it is, or None.
+    """
+
+    module: fx.GraphModule
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward_seeds: tuple[fx.Node, ...]
+    backward_seeds: tuple[fx.Node, ...]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    forward_descriptors: tuple[Any, ...]
+    backward_descriptors: tuple[Any, ...]
+    mutated: tuple[fx.Node | None, ...]
+
+
+Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def _joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
+    forward, backward, forward_desc, backward_desc = _extract_fwd_bwd_outputs(
+        module, num_fwd_outputs=num_fwd_outputs
+    )
+    placeholders = module.graph.find_nodes(op="placeholder")
+    # The same naming rules that torch's own partitioners read.
+    seeds_f = [n for n in placeholders if "fwd_seed_offset" in n.name or "fwd_base" in n.name]
+    seeds_b = [n for n in placeholders if "bwd_seed_offset" in n.name or "bwd_base" in n.name]
+    tangents = [n for n in placeholders if "tangents" in n.name]
+    others = set(seeds_f) | set(seeds_b) | set(tangents)
+    primals = [n for n in placeholders if n not in others]
+    by_position = {n.meta["desc"]: n for n in primals if "desc" in n.meta}
+    mutated = tuple(
+        by_position.get(d.mutated_input) if isinstance(d, InputMutationAOTOutput) else None
+        for d in forward_desc
+    )
+    return JointGraph(
+        module,
+        tuple(primals),
+        tuple(tangents),
+        tuple(seeds_f),
+        tuple(seeds_b),
+        tuple(forward),
+        tuple(backward),
+        tuple(forward_desc),
+        tuple(backward_desc),
+        mutated,
+    )
+
+
+def saved_descriptors(saved: Sequence[fx.Node]) -> list[Any]:
+    """Return AOTAutograd's descriptors for the tensors a forward saves, in their order."""
+    return [
+        SavedForBackwardsNoVcCheckAOTOutput(index)
+        if node.meta.get("saved_tensor_with_no_vc_check")
+        else SavedForBackwardsAOTOutput(index)
+        for index, node in enumerate(saved)
+    ]
+
+
+# ------------------------------------------------------------------ compiling a module's forward
+
+
+def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any]:
+    """Return a callable that runs ``model`` like ``model(...)``, through ``partition``'s graphs.
+
+    Dynamo traces the call (hooks included) at its first run and again when its guards fail. For
+    each graph that needs gradients ``partition`` is called once with the joint graph; a graph
+    without gradients runs as it was traced.
+
+    The traced function gets a code object of its own: Dynamo keeps its cache and its recompile
+    limit per code object, so that models do not share them and dropping the callable drops them.
+    """
+
+    def autockpt_forward(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    entry = types.FunctionType(
+        autockpt_forward.__code__.replace(),
+        autockpt_forward.__globals__,
+        autockpt_forward.__name__,
+        None,
+        autockpt_forward.__closure__,
+    )
+    entry.__kwdefaults__ = autockpt_forward.__kwdefaults__
+
+    def partition_fn(
+        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(_joint_graph(joint, num_fwd_outputs))
+
+    def compiler(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        return boxed(module)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
+        # the partition function.
+        with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+            compiled: Callable[..., Any] = aot_autograd(
+                fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition_fn
+            )(module, inputs)
+        return compiled
+
+    return torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return the graph as a function of one list, which it empties: inputs die at last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    function = module.forward
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Run real operations although a trace is in progress; the generators are put back."""
+    with (
+        _disable_current_modes(),
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+    ):
+        yield
+
+
+# ------------------------------------------------------------------ errors of a trace
+
+
+def user_error(error: BaseException) -> BaseException | None:
+    """Return the error that our own code raised inside a trace, or None."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, BackendCompilerFailed):
+            seen = seen.inner_exception
+            continue
+        if type(seen).__module__.split(".")[0] in ("autockpt", "autockpt_solvers"):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def capture_failure(error: BaseException) -> str | None:
+    """Return why Dynamo could not trace, with the user's line, or None for another error."""
+    if not isinstance(error, TorchDynamoException):
+        return None
+    text = str(error)
+    reason = getattr(error, "msg", None) if isinstance(error, Unsupported) else None
+    lines = [line for line in (reason or text).splitlines() if line.strip()]
+    head = "\n".join(lines[:6]) if lines else type(error).__name__
+    frames = _user_frames(text) or _user_frames(str(getattr(error, "real_stack", "") or ""))
+    where = f"{frames[-1][0]}, line {frames[-1][1]}, in {frames[-1][2]}" if frames else ""
+    return f"{where}: {head}" if where else head
+
+
+def _user_frames(text: str) -> list[tuple[str, str, str]]:
+    return [
+        (m["file"], m["line"], m["name"])
+        for m in _USER_FRAME.finditer(text)
+        if not _is_library(m["file"])
+    ]
+
+
+def _is_library(file: str) -> bool:
+    normal = file.replace("\\", "/")
+    return normal == __file__.replace("\\", "/") or "/torch/" in normal
+
+
+# ------------------------------------------------------------------ reading nodes
+
+
+def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
+    """Return the mode whose fake tensors a traced graph carries."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise AssertionError("a traced graph without tensors")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether the node draws from a generator."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def is_sym(node: fx.Node) -> bool:
+    """Return whether the node's value is a symbolic number, not a tensor."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def getitem_index(node: fx.Node) -> int | None:
+    """Return which output of its producer the node picks, or None if it is no pick."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return int(node.args[1])  # type: ignore[arg-type]
+    return None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number equal for two (fake) tensors exactly when they share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module the node comes from, ``blocks.3.attn``; empty for the root."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = path.replace("L['model']", "", 1)
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", path)
+    return path.strip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """Return the user's line the node comes from, ``model.py:41``, or an empty string."""
+    frames = _user_frames(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line, _ = frames[-1]
+    return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+
+
+# ------------------------------------------------------------------ the CPU allocator
+
+
+def allocation_events(run: Callable[[], Any]) -> list[int]:
+    """Return the CPU allocator's events while ``run()`` runs: bytes, negative for a free.
+
+    The run takes place in a thread of its own, because a thread can hold one profiler only and
+    the user may be profiling. The old profiler is used where there is one: it starts faster.
+    """
+    result: list[list[int]] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                result.append(_legacy_events(run))
+        except BaseException as error:  # handed to the caller's thread below
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="autockpt-profile")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _legacy_events(run: Callable[[], Any]) -> list[int]:
+    from torch.autograd import ProfilerConfig, ProfilerState
+    from torch.autograd import _disable_profiler_legacy as disable
+    from torch.autograd import _enable_profiler_legacy as enable
+
+    config = ProfilerConfig(
+        ProfilerState.CPU,
+        False,
+        True,
+        False,
+        False,
+        False,
+        torch._C._profiler._ExperimentalConfig(),
+    )
+    enable(config)
+    try:
+        run()
+    finally:
+        records = disable()
+    return [
+        event.cpu_memory_usage()
+        for thread in records
+        for event in thread
+        if event.kind() == "memory_alloc" and event.cpu_memory_usage()
+    ]

@@ -1,0 +1,262 @@
+"""The command line: ``autockpt plan`` makes a plan, ``autockpt inspect`` reads one.
+
+It parses, calls and prints. Reports go to standard output; progress and errors to standard error.
+Exit codes: 0 success, 2 a request that cannot be met (one message, no traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from autockpt.picture import draw_timeline
+from autockpt.report import report_dict, report_text
+from autockpt_solvers.errors import AutockptError
+from autockpt_solvers.plan import Plan
+
+__all__ = ["main"]
+
+_TARGET = """\
+PACKAGE.MODULE:FUNCTION names a function without arguments that returns the model and the inputs
+of one training forward, in one of these forms:
+
+  (model, args)          args: a tuple or list of positional inputs, or a single tensor
+  (model, kwargs)        kwargs: a dict of keyword inputs
+  (model, args, kwargs)
+  (model, x, y, ...)     each further item is a positional input
+
+The module is looked up from the current folder on. No training step is run.
+"""
+
+
+class _UsageError(Exception):
+    """A request of the command line that cannot be met; the message is for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: the arguments behind the program's name; those of this process where None.
+
+    Raises:
+        SystemExit: for ``--help`` and for arguments that do not parse (code 2), as argparse does.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader went away (`| head`); what is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (AutockptError, _UsageError, OSError) as error:
+        print(f"autockpt: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("autockpt: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autockpt",
+        description="Fit one training step of a PyTorch model into a memory budget.",
+    )
+    parser.add_argument("--version", action="version", version=f"autockpt {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser(
+        "plan",
+        help="make a plan and print its report",
+        description="Make a plan for a model and a budget, print its report and save it.",
+        epilog=_TARGET,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("target", metavar="PACKAGE.MODULE:FUNCTION", help="see below")
+    plan.add_argument(
+        "--budget",
+        required=True,
+        type=_budget,
+        help="bytes, a size as 2GB or 1.5GiB, a share of the device's memory as 80%%, or none",
+    )
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="save the plan here")
+    plan.add_argument("--solver", default="auto", help="the method to use (default: %(default)s)")
+    plan.add_argument(
+        "--time-limit",
+        default=60.0,
+        type=_positive,
+        metavar="SECONDS",
+        help="time for the solver (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="keep the tensors of modules of this path, as 'blocks.*.attn'; may be repeated",
+    )
+    plan.add_argument(
+        "--recompute",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="recompute the tensors of modules of this path; may be repeated",
+    )
+    plan.add_argument("--device", help="plan for this device (default: the model's)")
+    plan.set_defaults(run=_run_plan)
+
+    inspect = commands.add_parser(
+        "inspect", help="print the report of a saved plan", description="Report a saved plan."
+    )
+    inspect.add_argument("plan", type=Path, metavar="PLAN.json")
+    inspect.add_argument(
+        "--tensors",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="how many tensors the lists show (default: %(default)s)",
+    )
+    inspect.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw the memory timeline into this file"
+    )
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of text")
+    inspect.set_defaults(run=_run_inspect)
+    return parser
+
+
+# -------------------------------------------------------------------- commands
+
+
+def _run_plan(arguments: argparse.Namespace) -> None:
+    output: Path | None = arguments.output
+    if output is not None and not output.parent.is_dir():
+        # Found out now, not after minutes of planning.
+        raise _UsageError(f"cannot write {output}: there is no folder {output.parent}")
+    model, args, kwargs = _load(arguments.target)
+    # Only here: reading a plan needs nothing of the capture.
+    from autockpt.planning import plan as make_plan
+
+    plan = make_plan(
+        model,
+        args,
+        arguments.budget,
+        example_kwargs=kwargs,
+        device=arguments.device,
+        solver=arguments.solver,
+        time_limit=arguments.time_limit,
+        keep=tuple(arguments.keep),
+        recompute=tuple(arguments.recompute),
+        progress=_progress(),
+    )
+    if output is not None:
+        plan.save(output)
+    print(report_text(plan), end="")
+    if output is not None:
+        print(f"saved to {output}", file=sys.stderr)
+
+
+def _run_inspect(arguments: argparse.Namespace) -> None:
+    plan = Plan.load(arguments.plan)
+    if arguments.plot is not None:
+        draw_timeline(plan, arguments.plot)
+    if arguments.json:
+        print(json.dumps(report_dict(plan), indent=1))
+    else:
+        print(report_text(plan, tensors=arguments.tensors), end="")
+
+
+def _progress() -> Callable[[str], None]:
+    start_s = time.monotonic()
+
+    def report(line: str) -> None:
+        elapsed_s = time.monotonic() - start_s
+        print(f"[{elapsed_s:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+    return report
+
+
+# -------------------------------------------------------------------- the user's function
+
+
+def _load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the model, positional and keyword inputs that the target's function returns."""
+    module_name, colon, function_name = target.partition(":")
+    if not (module_name and colon and function_name):
+        raise _UsageError(f"{target!r} is not of the form PACKAGE.MODULE:FUNCTION")
+    # An installed command starts without the current folder, `python -m` with it.
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise _UsageError(f"cannot import {module_name}: {_line(error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise _UsageError(f"{module_name} has no function {function_name}")
+    try:
+        result = function()
+    except Exception as error:
+        raise _UsageError(f"{target} failed: {_line(error)}") from error
+    return _split(target, result)
+
+
+def _split(target: str, result: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(result, tuple) or len(result) < 2 or not hasattr(result[0], "parameters"):
+        raise _UsageError(
+            f"{target} returned {type(result).__name__}; expected (model, args), "
+            "(model, kwargs), (model, args, kwargs) or (model, x, y, ...)"
+        )
+    model, *inputs = result
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        return model, (), dict(inputs[0])
+    if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
+        return model, tuple(inputs[0]), {}
+    pair = len(inputs) == 2 and isinstance(inputs[1], Mapping)
+    if pair and isinstance(inputs[0], tuple | list):
+        return model, tuple(inputs[0]), dict(inputs[1])
+    return model, tuple(inputs), {}
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# -------------------------------------------------------------------- argument types
+
+
+def _budget(text: str) -> int | str | None:
+    # What a shell can only write as text; the budget itself is parsed where it is used.
+    if text.strip().lower() == "none":
+        return None
+    return int(text) if text.strip().isdecimal() and len(text) < 30 else text
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time above 0 seconds")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return value
+
+
+def _version() -> str:
+    try:
+        return version("autockpt")
+    except PackageNotFoundError:
+        return "(not installed)"

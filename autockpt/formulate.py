@@ -1,0 +1,488 @@
+"""Formulate: a capture and its profile as a problem for the solvers.
+
+This is the bridge between the two halves. It decides which operations may run again and what a
+further run reads:
+
+- a random operation draws once; a further run replays the generator's saved state;
+- an operation that reads a buffer which the forward's end overwrites reads a copy of the old value;
+- batch-norm runs again without its running statistics;
+- what the user holds, and what the user pinned with ``keep``, runs once.
+
+The saved states and old values are optional operations of the problem: a schedule that does not
+use them does not make them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from autockpt import _torch
+from autockpt.capture import Capture, tensors
+from autockpt.pins import Pins
+from autockpt.profile import Profile
+from autockpt_solvers.problem import Operation, Problem, Storage
+
+__all__ = ["Around", "Formulation", "Origin", "Role", "again", "formulate"]
+
+aten = torch.ops.aten
+
+# A saved state is worth it only where it frees much more than itself.
+_STATE_WORTH = 16
+
+
+class Role(Enum):
+    """What an operation of the problem stands for."""
+
+    NODE = "a node of the captured graph"
+    STATE = "saves the generator's state for a random node"
+    OLD_VALUE = "copies an input that the forward's end overwrites"
+    AROUND = "happens outside the captured graph"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an operation of the problem comes from; ``node`` is None for what lies outside."""
+
+    role: Role
+    node: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a training step allocates around the captured graph.
+
+    Attributes:
+        resident_bytes: parameters, buffers, inputs, optimizer state, gradients there before.
+        loss_bytes: peak allocated between the forward's return and the backward's begin, beyond
+            the user's outputs and their gradients.
+        released: for each forward output whether the user has let go of it before the backward.
+        gradients_exist: gradients are accumulated into existing ones.
+        optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
+    """
+
+    resident_bytes: int = 0
+    loss_bytes: int = 0
+    released: tuple[bool, ...] | None = None
+    gradients_exist: bool = False
+    optimizer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """A problem and how its parts map to the capture.
+
+    Attributes:
+        problem: what the solvers see.
+        capture: what it was made from.
+        origins: for each operation of the problem where it comes from.
+        states: random node -> storage of its saved generator state.
+        old_values: overwritten primal -> storage of the copy of its old value.
+    """
+
+    problem: Problem
+    capture: Capture
+    origins: tuple[Origin, ...]
+    states: dict[fx.Node, int]
+    old_values: dict[fx.Node, int]
+
+
+# The operator a further run uses in the place of the first, the positions of the arguments it takes
+# over, and the number of outputs it has: the first ones.
+_AGAIN: dict[Any, tuple[Any, tuple[int, ...], int]] = {
+    aten._native_batch_norm_legit_functional.default: (
+        aten._native_batch_norm_legit.no_stats,
+        (0, 1, 2, 5, 6, 7),
+        3,
+    ),
+}
+
+
+def again(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the operator, the arguments and the keywords of a further run of a node."""
+    if node.target in _AGAIN and node.args[5] is True:
+        target, positions, _ = _AGAIN[node.target]
+        return target, tuple(node.args[i] for i in positions), {}
+    return node.target, node.args, dict(node.kwargs)
+
+
+def formulate(
+    capture: Capture,
+    profile: Profile,
+    around: Around,
+    *,
+    pins: Pins | None = None,
+    state_bytes: int = 0,
+    name: str = "",
+) -> Formulation:
+    """Return the problem of one training step.
+
+    Args:
+        capture: the step's operations.
+        profile: their figures.
+        around: what else the step allocates.
+        pins: the user's word on what to keep and to recompute.
+        state_bytes: bytes of one saved generator state on the device.
+        name: the model's name.
+
+    Raises:
+        PinError: a pin matches nothing, or two contradict.
+    """
+    return _Builder(capture, profile, around, pins or Pins(), state_bytes, name).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        capture: Capture,
+        profile: Profile,
+        around: Around,
+        pins: Pins,
+        state_bytes: int,
+        name: str,
+    ) -> None:
+        self.capture = capture
+        self.profile = profile
+        self.around = around
+        self.pins = pins
+        self.state_bytes = state_bytes
+        self.name = name
+        self.operations: list[Operation] = []
+        self.origins: list[Origin] = []
+        self.states: dict[fx.Node, int] = {}
+        self.old_values: dict[fx.Node, int] = {}
+        self.paths = [_torch.module_path(node) for node in capture.operations]
+        self.sizes = self._sizes()
+        self.storages = [
+            Storage(s.name, size) for s, size in zip(capture.storages, self.sizes, strict=True)
+        ]
+        stale = {_torch.storage_key(t) for p in capture.stale for t in tensors(p)}
+        self.stale = {
+            p
+            for p in capture.joint.primals
+            if any(_torch.storage_key(t) in stale for t in tensors(p))
+        }
+        self.held = self._held()
+
+    def build(self) -> Formulation:
+        capture = self.capture
+        self.pins.check(self.paths[: capture.barrier])
+        backward_reads = {
+            primal
+            for node in capture.operations[capture.barrier :]
+            for primal in self._stale_inputs(node.all_input_nodes)
+        }
+        for index in range(capture.barrier):
+            node = capture.operations[index]
+            recomputable, reason, reads, outputs = self._further_run(index)
+            if recomputable and _torch.is_random(node):
+                self.states[node] = self._optional(
+                    f"state_of_{node.name}", self.state_bytes, Origin(Role.STATE, node)
+                )
+                reads = (*reads, self.states[node])
+            stale = self._stale_inputs(again(node)[1:] if recomputable else ())
+            for primal in sorted(stale | self._stale_inputs(node.all_input_nodes),
+                                 key=lambda p: p.name):
+                if primal in stale or primal in backward_reads:
+                    self._old_value(primal, primal in backward_reads)
+            for primal in sorted(stale, key=lambda p: p.name):
+                reads = (*reads, self.old_values[primal])
+            self._node(index, reason, reads if recomputable else None, outputs)
+        for primal in sorted(backward_reads, key=lambda p: p.name):
+            self._old_value(primal, True)
+        barrier = len(self.operations)
+        self._loss()
+        for index in range(capture.barrier, len(capture.operations)):
+            node = capture.operations[index]
+            olds = tuple(
+                self.old_values[p]
+                for p in sorted(self._stale_inputs(node.all_input_nodes), key=lambda p: p.name)
+            )
+            self._node(index, "", None, (), extra_inputs=olds)
+        end = self._accumulate()
+        outputs = {s for own in capture.outputs for s in own}
+        forward_made = {s for s in outputs if self._forward(s)}
+        # loss.backward() keeps the one it starts from until it returns.
+        end |= {
+            s
+            for tangent in capture.joint.tangents
+            for s in capture.lives_in[tangent]
+            if tensors(tangent)[0].dim() == 0
+        }
+        problem = Problem(
+            storages=tuple(self.storages),
+            operations=tuple(self.operations),
+            barrier=barrier,
+            resident_bytes=self.around.resident_bytes,
+            live_at_barrier=frozenset(forward_made | self.held | set(capture.new_buffers)),
+            live_at_end=frozenset((end | self.held) - {-1}),
+            name=self.name,
+        )
+        return Formulation(
+            self._pinned(problem), capture, tuple(self.origins), self.states, self.old_values
+        )
+
+    # -------------------------------------------------------------- parts
+
+    def _sizes(self) -> list[int]:
+        sizes = [s.size_bytes for s in self.capture.storages]
+        for node, measured in zip(self.capture.operations, self.profile.measured, strict=True):
+            found = self.capture.lives_in[node]
+            if len(found) == len(measured.output_bytes):
+                for storage, size in zip(found, measured.output_bytes, strict=True):
+                    if storage >= 0 and self.capture.storages[storage].operation >= 0 and (
+                        self.capture.operations[self.capture.storages[storage].operation] is node
+                    ):
+                        sizes[storage] = size
+        return sizes
+
+    def _forward(self, storage: int) -> bool:
+        return 0 <= self.capture.storages[storage].operation < self.capture.barrier
+
+    def _held(self) -> set[int]:
+        """Forward storages that the user holds to the end of the step, as output or gradient."""
+        released = self.around.released or (False,) * len(self.capture.outputs)
+        held = {
+            s
+            for own, gone in zip(self.capture.outputs, released, strict=True)
+            if not gone
+            for s in own
+        }
+        held |= {storage for _, storage, _ in self.capture.gradients}
+        return {s for s in held if self._forward(s)}
+
+    def _stale_inputs(self, arguments: Any) -> set[fx.Node]:
+        """Overwritten primals that the arguments read, directly or through views."""
+        found: set[fx.Node] = set()
+        nodes: list[fx.Node] = []
+        fx.node.map_arg(tuple(arguments), nodes.append)
+        while nodes:
+            node = nodes.pop()
+            if node in self.stale:
+                found.add(node)
+            elif self.capture.is_view(node):
+                nodes += node.all_input_nodes
+        return found
+
+    def _further_run(self, index: int) -> tuple[bool, str, tuple[int, ...], tuple[int, ...]]:
+        """Whether a forward operation may run again, why not, and what it then reads and makes."""
+        capture, node = self.capture, self.capture.operations[index]
+        outputs = self._outputs(index)
+        keep = self.pins.kept(self.paths[index])
+        if not outputs:
+            return False, "it only checks", (), ()
+        if self.held & set(outputs):
+            return False, "the user holds its output", (), ()
+        if set(outputs) <= set(capture.new_buffers):
+            return False, "it makes a buffer's new value", (), ()
+        if keep:
+            return False, f"pinned by keep={keep!r}", (), ()
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False, f"{node.target} is no plain operator", (), ()
+        if _torch.is_random(node):
+            freed = sum(self.sizes[s] for s in outputs)
+            if freed < _STATE_WORTH * self.state_bytes:
+                return False, "it draws random numbers", (), ()
+        arguments: list[fx.Node] = []
+        target, args, kwargs = again(node)
+        fx.node.map_arg((args, kwargs), arguments.append)
+        if target is node.target:
+            made = outputs
+        else:
+            count = _AGAIN[node.target][2]
+            first = set(capture.lives_in[node][:count])
+            made = tuple(s for s in outputs if s in first)
+        reads = tuple(
+            dict.fromkeys(s for arg in arguments for s in capture.lives_in[arg] if s >= 0)
+        )
+        return True, "", reads, made
+
+    def _outputs(self, index: int) -> tuple[int, ...]:
+        node = self.capture.operations[index]
+        return tuple(
+            dict.fromkeys(
+                s
+                for s in self.capture.lives_in[node]
+                if s >= 0 and self.capture.storages[s].operation == index
+            )
+        )
+
+    def _node(
+        self,
+        index: int,
+        fixed: str,
+        recompute_inputs: tuple[int, ...] | None,
+        recompute_outputs: tuple[int, ...],
+        extra_inputs: tuple[int, ...] = (),
+    ) -> None:
+        node, measured = self.capture.operations[index], self.profile.measured[index]
+        self.operations.append(
+            Operation(
+                name=node.name,
+                inputs=(*self.capture.reads(node), *extra_inputs),
+                outputs=self._outputs(index),
+                cost_ns=measured.cost_ns,
+                workspace_bytes=measured.workspace_bytes,
+                recompute_inputs=recompute_inputs,
+                recompute_outputs=recompute_outputs,
+                fixed=fixed,
+                kind=str(node.target),
+                module_path=self.paths[index],
+                source=_torch.source_line(node),
+            )
+        )
+        self.origins.append(Origin(Role.NODE, node))
+
+    def _optional(
+        self, name: str, size_bytes: int, origin: Origin, *, required: bool = False
+    ) -> int:
+        storage = len(self.storages)
+        self.storages.append(Storage(name, size_bytes))
+        self.operations.append(
+            Operation(
+                name=name,
+                inputs=(),
+                outputs=(storage,),
+                cost_ns=2_000,
+                fixed=origin.role.value,
+                optional=not required,
+                kind=origin.role.name.lower(),
+            )
+        )
+        self.origins.append(origin)
+        return storage
+
+    def _old_value(self, primal: fx.Node, required: bool) -> None:
+        if primal not in self.old_values:
+            size = sum(int(t.untyped_storage().nbytes()) for t in tensors(primal))
+            self.old_values[primal] = self._optional(
+                f"old_value_of_{primal.name}",
+                size,
+                Origin(Role.OLD_VALUE, primal),
+                required=required,
+            )
+
+    def _loss(self) -> None:
+        """The user's loss: reads the outputs, makes their gradients."""
+        tangents = tuple(
+            s for tangent in self.capture.joint.tangents for s in self.capture.lives_in[tangent]
+        )
+        outputs = {s for own in self.capture.outputs for s in own if self._forward(s)}
+        self.operations.append(
+            Operation(
+                name="loss_outside_the_graph",
+                inputs=tuple(sorted(outputs)),
+                outputs=tangents,
+                workspace_bytes=self.around.loss_bytes,
+                kind="loss",
+            )
+        )
+        self.origins.append(Origin(Role.AROUND))
+
+    def _accumulate(self) -> set[int]:
+        """Hand the gradients to ``.grad``; return the storages that live to the end.
+
+        A gradient is taken over as it is where nobody else has it and its layout is the
+        parameter's; else it is copied (torch/csrc/autograd/functions/accumulate_grad.h).
+        """
+        end: set[int] = set()
+        times: dict[fx.Node, int] = {}
+        for node, _, _ in self.capture.gradients:
+            times[node] = times.get(node, 0) + 1
+        for node, storage, primal in self.capture.gradients:
+            if primal is None or not _is_leaf(primal):
+                end.add(storage)
+            elif self.around.gradients_exist:
+                self._take_over(node, storage, ())
+            elif times[node] > 1 or not _same_layout(tensors(node)[0], tensors(primal)[0]):
+                copy = len(self.storages)
+                size = tensors(node)[0].numel() * tensors(node)[0].element_size()
+                self.storages.append(Storage(f"{node.name}_copied", size))
+                self._take_over(node, storage, (copy,))
+                end.add(copy)
+            else:
+                end.add(storage)
+        if self.around.optimizer_bytes:
+            self.operations.append(
+                Operation(
+                    name="optimizer_step",
+                    inputs=tuple(sorted(s for s in end if s >= 0)),
+                    outputs=(),
+                    workspace_bytes=self.around.optimizer_bytes,
+                    kind="optimizer",
+                )
+            )
+            self.origins.append(Origin(Role.AROUND))
+        return end
+
+    def _take_over(self, node: fx.Node, storage: int, outputs: tuple[int, ...]) -> None:
+        # Outside memory (a gradient that is an input itself) is nothing to read.
+        inputs = (storage,) if storage >= 0 else ()
+        self.operations.append(
+            Operation(f"accumulate_{node.name}", inputs, outputs, kind="accumulate")
+        )
+        self.origins.append(Origin(Role.AROUND))
+
+    # -------------------------------------------------------------- pins
+
+    def _pinned(self, problem: Problem) -> Problem:
+        """Mark what the recompute pins forbid to keep: what is read inside its module only."""
+        if not self.pins.recompute:
+            return problem
+        readers: dict[int, list[int]] = {}
+        module = {}
+        for index in problem.forward:
+            op = problem.operations[index]
+            module[index] = self.pins.recomputed(op.module_path) if op.module_path else ""
+            for storage in op.inputs:
+                readers.setdefault(storage, []).append(index)
+        storages = list(problem.storages)
+        for index in problem.forward:
+            op = problem.operations[index]
+            if not module[index] or not op.recomputable:
+                continue
+            for storage in op.outputs:
+                inside = all(module[r] == module[index] for r in readers.get(storage, ()))
+                if inside and storage not in problem.live_at_barrier:
+                    old = storages[storage]
+                    storages[storage] = Storage(old.name, old.size_bytes, keepable=False)
+        return Problem(
+            tuple(storages),
+            problem.operations,
+            problem.barrier,
+            problem.resident_bytes,
+            problem.live_at_barrier,
+            problem.live_at_end,
+            problem.name,
+        )
+
+
+def _is_leaf(primal: fx.Node) -> bool:
+    value = primal.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_leaf
+
+
+def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if _is_dense(parameter):
+        return all(
+            size == 1 or mine == theirs
+            for size, mine, theirs in zip(
+                gradient.shape, gradient.stride(), parameter.stride(), strict=True
+            )
+        )
+    return gradient.is_contiguous()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor covers its memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

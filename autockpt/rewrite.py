@@ -1,0 +1,270 @@
+"""Rewrite: the forward and backward graphs that execute a schedule exactly.
+
+Requires a schedule that frees every copy at its last use (``free_early``): the generated code
+drops each name after its last use, so that the order of runs is all there is to write down.
+Ensures that every run stands at its place, that a name always means the newest copy, and that a
+further run is named after its origin: ``addmm_3_again_1``.
+
+A view is taken anew from the newest copy of its base, right where it is first needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autockpt import _torch
+from autockpt.capture import Capture, tensors
+from autockpt.formulate import Formulation, Role, again
+from autockpt.replay import generator_state, replay, state_bytes
+from autockpt_solvers.errors import ScheduleError
+from autockpt_solvers.schedule import Schedule, free_early
+
+__all__ = ["rewrite"]
+
+
+def rewrite(
+    formulation: Formulation, schedule: Schedule
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward graph that execute a schedule.
+
+    The forward returns what the joint graph's forward returns, then what it saves; the backward
+    takes what was saved, then the outputs' gradients, as AOTAutograd lays down.
+
+    Raises:
+        ScheduleError: the schedule does not free at last uses, which generated code cannot do.
+    """
+    problem = formulation.problem
+    canonical = free_early(problem, schedule.forward_computes, schedule.backward_computes)
+    if canonical != schedule:
+        raise ScheduleError("the schedule frees a storage later than at its last use")
+    joint = formulation.capture.joint
+    forward = _Writer(formulation)
+    forward.order(
+        [forward.placeholder(n, n.name, n.meta) for n in (*joint.primals, *joint.forward_seeds)]
+    )
+    for operation in schedule.forward_computes:
+        forward.run(operation)
+
+    # What the backward asks for while it is written is what the forward saves.
+    backward = _Writer(formulation, forward)
+    for operation in schedule.backward_computes:
+        backward.run(operation)
+    gradients = [_value(backward, x) for x in joint.backward_outputs]
+    saved = _in_saving_order(list(backward.asked))
+    backward.order(
+        [
+            *(backward.asked[key] for key in saved),
+            *(backward.placeholder(n, n.name, n.meta) for n in joint.tangents),
+            *(backward.placeholder(n, n.name, n.meta) for n in joint.backward_seeds),
+        ]
+    )
+    results = [_value(forward, x) for x in joint.forward_outputs]
+    descriptors = _torch.saved_descriptors([_meta_node(key) for key in saved])
+    return (
+        forward.output(
+            [*results, *(forward.stored(key) for key in saved)],
+            [*joint.forward_descriptors, *descriptors],
+        ),
+        backward.output(gradients, list(joint.backward_descriptors)),
+    )
+
+
+# What the backward can ask the forward for: a node of the joint graph, or ("state", node), the
+# generator's state before a random node, or ("old_value", primal).
+_Key = fx.Node | tuple[str, fx.Node]
+
+
+def _value(writer: _Writer, output: Any) -> Any:
+    return writer.value(output) if isinstance(output, fx.Node) else output
+
+
+def _meta_node(key: _Key) -> fx.Node:
+    return key if isinstance(key, fx.Node) else key[1]
+
+
+def _in_saving_order(keys: list[_Key]) -> list[_Key]:
+    """AOTAutograd wants tensors checked for later writes first, then the unchecked ones."""
+    return sorted(
+        keys, key=lambda k: bool(_meta_node(k).meta.get("saved_tensor_with_no_vc_check"))
+    )
+
+
+class _Writer:
+    """Writes one of the two graphs: binds nodes of the joint graph to their newest copies.
+
+    Attributes:
+        asked: for the backward, what it took from the forward -> its placeholder.
+    """
+
+    def __init__(self, formulation: Formulation, forward: _Writer | None = None) -> None:
+        self.formulation = formulation
+        self.capture: Capture = formulation.capture
+        self.forward = forward
+        self.graph = fx.Graph()
+        self.asked: dict[_Key, fx.Node] = {}
+        self.bound: dict[_Key, fx.Node] = {}
+        self.viewed: dict[fx.Node, tuple[fx.Node, tuple[int, ...]]] = {}
+        self.copies: dict[int, int] = {}  # storage -> number of the copy that names mean
+        self.runs: dict[int, int] = dict(forward.runs) if forward is not None else {}
+
+    # -------------------------------------------------------------- placeholders
+
+    def placeholder(self, key: _Key, name: str, meta: dict[str, Any]) -> fx.Node:
+        """Return the placeholder bound to a key, made where there is none yet."""
+        if key not in self.bound:
+            anchor = next(iter(self.graph.nodes), self.graph._root)
+            with self.graph.inserting_before(anchor):
+                placeholder = self.graph.placeholder(name)
+            placeholder.meta = dict(meta)
+            self.bound[key] = placeholder
+        return self.bound[key]
+
+    def order(self, placeholders: list[fx.Node]) -> None:
+        """Put the placeholders in front, in this order: the one arguments are passed in."""
+        for placeholder in reversed(placeholders):
+            next(iter(self.graph.nodes)).prepend(placeholder)
+
+    # -------------------------------------------------------------- runs
+
+    def run(self, index: int) -> None:
+        """Write one run of an operation of the problem."""
+        origin = self.formulation.origins[index]
+        if origin.node is None:
+            return
+        if origin.role is Role.STATE:
+            self._state(origin.node)
+        elif origin.role is Role.OLD_VALUE:
+            self._old_value(origin.node)
+        else:
+            self._node(origin.node, index)
+
+    def _node(self, node: fx.Node, index: int) -> None:
+        operation = self.formulation.problem.operations[index]
+        count = self.runs.get(index, 0)
+        self.runs[index] = count + 1
+        if count == 0:
+            target, args, kwargs, made = node.target, node.args, node.kwargs, operation.outputs
+        else:
+            target, args, kwargs = again(node)
+            made = operation.recompute_outputs
+        args = fx.node.map_arg(args, self.value)
+        kwargs = fx.node.map_arg(kwargs, self.value)
+        if count and node in self.formulation.states:
+            state = self.stored(("state", node))
+            args = (state, tensors(node)[0].device, target, *args)
+            target = replay
+        copy = self.graph.create_node(
+            "call_function", target, args, kwargs, name=_name(node, count)
+        )
+        copy.meta = {**node.meta, "autockpt": {"origin": node.name, "run": count + 1}}
+        if self.forward is not None:
+            copy.meta["autograd_backward"] = True
+        self.bound[node] = copy
+        for storage in made:
+            self.copies[storage] = self.copies.get(storage, 0) + 1
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            self._pick(node, copy, count, set(made))
+
+    def _pick(self, node: fx.Node, copy: fx.Node, count: int, made: set[int]) -> None:
+        """Take the outputs out of the tuple at once: the tuple holds all of them."""
+        for user in sorted(node.users, key=lambda u: _torch.getitem_index(u) or 0):
+            lives_in = self.capture.lives_in.get(user)
+            if _torch.getitem_index(user) is None or lives_in is None:
+                continue
+            if count and not made.issuperset(s for s in lives_in if s >= 0):
+                continue  # a further run leaves this output out
+            pick = self.graph.create_node(
+                "call_function", user.target, (copy, user.args[1]), name=_name(user, count)
+            )
+            pick.meta = dict(user.meta)
+            self.bound[user] = pick
+
+    def _state(self, node: fx.Node) -> None:
+        state = self.graph.create_node(
+            "call_function",
+            generator_state,
+            (tensors(node)[0].device,),
+            name=f"state_of_{node.name}",
+        )
+        with _torch.fake_mode_of(self.capture.joint.module):
+            size = state_bytes(tensors(node)[0].device)
+            state.meta["val"] = torch.empty(size, dtype=torch.uint8)
+        self.bound["state", node] = state
+
+    def _old_value(self, primal: fx.Node) -> None:
+        copy = self.graph.create_node(
+            "call_function",
+            torch.ops.aten.clone.default,
+            (self.bound[primal],),
+            name=f"old_value_of_{primal.name}",
+        )
+        with _torch.fake_mode_of(self.capture.joint.module):
+            copy.meta["val"] = primal.meta["val"].clone()
+        self.bound["old_value", primal] = copy
+
+    # -------------------------------------------------------------- values
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """Return what the joint graph's node means here and now."""
+        if node.op == "get_attr":
+            if node not in self.bound:
+                self.bound[node] = self.graph.create_node("get_attr", node.target, name=node.name)
+                self.bound[node].meta = dict(node.meta)
+            return self.bound[node]
+        if self.forward is not None and node in self.formulation.old_values:
+            return self.stored(("old_value", node))
+        if self._looks_at_memory(node):
+            return self._view(node)
+        return self.stored(node)
+
+    def stored(self, key: _Key) -> fx.Node:
+        """Return a value bound here, or ask the forward for it."""
+        if key in self.bound:
+            return self.bound[key]
+        node = _meta_node(key)
+        if node in self.capture.joint.tangents or node in self.capture.joint.backward_seeds:
+            return self.placeholder(key, node.name, node.meta)
+        if self.forward is None:
+            raise ScheduleError(f"{node.name} is read before it is computed")
+        source = self.forward.stored(key)
+        self.asked[key] = self.placeholder(key, source.name, source.meta)
+        return self.asked[key]
+
+    def _looks_at_memory(self, node: fx.Node) -> bool:
+        """A view; also a pick from a view's tuple. Picks from operations are bound as they run."""
+        if node.op != "call_function" or not self.capture.is_view(node):
+            return False
+        if _torch.getitem_index(node) is None:
+            return True
+        producer = node.all_input_nodes[0]
+        return producer.op == "call_function" and self.capture.is_view(producer)
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        version = tuple(self.copies.get(s, 0) for s in self.capture.lives_in[node])
+        known = self.viewed.get(node)
+        if known is not None and known[1] == version:
+            return known[0]
+        args = fx.node.map_arg(node.args, self.value)
+        kwargs = fx.node.map_arg(node.kwargs, self.value)
+        name = _name(node, 0 if known is None else max(version, default=1))
+        view = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
+        view.meta = dict(node.meta)
+        self.viewed[node] = (view, version)
+        return view
+
+    def output(self, values: list[Any], descriptors: list[Any]) -> fx.GraphModule:
+        """Close the graph and return it as a module."""
+        node = self.graph.output(tuple(values))
+        node.meta["desc"] = descriptors
+        node.meta["output_stack_traces"] = [
+            v.meta.get("stack_trace") if isinstance(v, fx.Node) else None for v in values
+        ]
+        self.graph.lint()
+        return fx.GraphModule(self.capture.joint.module, self.graph)
+
+
+def _name(node: fx.Node, count: int) -> str:
+    return f"{node.name}_again_{count}" if count else node.name

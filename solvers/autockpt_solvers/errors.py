@@ -1,0 +1,106 @@
+"""Every error autockpt raises on purpose.
+
+::
+
+    AutockptError
+    ├── BudgetError (ValueError)      the budget cannot be read
+    ├── InfeasibleBudget              no schedule fits the budget
+    ├── PinError (ValueError)         a keep= or recompute= pattern matches nothing, or two clash
+    ├── CaptureError                  the model cannot be captured as one training graph
+    ├── InputError (TypeError)        the inputs do not fit the model's forward
+    ├── PlanMismatch                  a loaded plan was made for another model, input or torch
+    ├── PlanFormatError (ValueError)  a file is not a plan of a version this release reads
+    ├── ScheduleError                 a schedule breaks a dependency or a rule of the problem
+    └── SolverError                   a method failed, or was asked for something it cannot do
+
+Each message says what was found and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AutockptError",
+    "BudgetError",
+    "CaptureError",
+    "InfeasibleBudget",
+    "InputError",
+    "PinError",
+    "PlanFormatError",
+    "PlanMismatch",
+    "ScheduleError",
+    "SolverError",
+]
+
+
+class AutockptError(Exception):
+    """The root of every error autockpt raises on purpose."""
+
+
+class BudgetError(AutockptError, ValueError):
+    """The budget is not one of the accepted forms."""
+
+
+class InfeasibleBudget(AutockptError):
+    """No schedule of the stated problem fits the budget.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        minimum_bytes: the smallest budget a schedule was found for; planning with it succeeds.
+        tensors: ``(name, size_bytes)`` of the tensors that make the minimum's peak, largest first.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        minimum_bytes: int,
+        tensors: Sequence[tuple[str, int]] = (),
+        hint: str = "",
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.tensors = tuple(tensors)
+        self.hint = hint
+        lines = [
+            f"no schedule fits a budget of {budget_bytes:,} bytes; "
+            f"the smallest feasible budget is {minimum_bytes:,} bytes."
+        ]
+        if self.tensors:
+            lines.append("At that minimum the peak is made of:")
+            lines += [f"  {size:>16,} bytes  {name}" for name, size in self.tensors[:8]]
+        if hint:
+            lines.append(hint)
+        lines.append(f"Raise the budget to {minimum_bytes:,} bytes or use a smaller batch.")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.budget_bytes, self.minimum_bytes, self.tensors, self.hint))
+
+
+class PinError(AutockptError, ValueError):
+    """A manual pin cannot be applied."""
+
+
+class CaptureError(AutockptError):
+    """The model cannot be captured as one training graph; the message names the source line."""
+
+
+class InputError(AutockptError, TypeError):
+    """The inputs do not fit the model's forward."""
+
+
+class PlanMismatch(AutockptError):
+    """A plan was made for another graph than the one captured."""
+
+
+class PlanFormatError(AutockptError, ValueError):
+    """A file is not a plan, or of a version this release does not read."""
+
+
+class ScheduleError(AutockptError):
+    """A schedule breaks a dependency or a rule of its problem."""
+
+
+class SolverError(AutockptError):
+    """A solver method failed, or was asked for something it cannot do."""

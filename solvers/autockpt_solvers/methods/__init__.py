@@ -1,0 +1,18 @@
+"""The methods: one file each, one signature, one table.
+
+``solve(problem, budget_bytes, *, time_limit_s) -> Solution``; a method that finds nothing within
+the budget raises ``SolverError``.
+"""
+
+from __future__ import annotations
+
+from autockpt_solvers.methods import chen, exhaustive, greedy, keep_all
+
+__all__ = ["METHODS"]
+
+METHODS = {
+    "keep_all": keep_all.solve,
+    "chen": chen.solve,
+    "greedy": greedy.solve,
+    "exhaustive": exhaustive.solve,
+}

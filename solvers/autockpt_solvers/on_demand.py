@@ -1,0 +1,180 @@
+"""Schedules that recompute on demand: a set of kept storages decides everything.
+
+The forward runs once and keeps some storages. Each backward operation then asks for its inputs;
+what is missing is recomputed right before it, and what that needs first, depth first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from autockpt_solvers.errors import SolverError
+from autockpt_solvers.problem import Problem
+from autockpt_solvers.schedule import Schedule, free_early
+
+__all__ = ["Demand", "needed_storages", "on_demand", "optional_operations", "stage_schedule"]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Facts about a problem's forward storages that every on-demand schedule needs.
+
+    Attributes:
+        problem: the problem.
+    """
+
+    problem: Problem
+
+    @cached_property
+    def is_forward(self) -> tuple[bool, ...]:
+        """For each storage whether a forward operation makes it."""
+        return tuple(p < self.problem.barrier for p in self.problem.producer)
+
+    @cached_property
+    def may_recompute(self) -> tuple[bool, ...]:
+        """For each storage whether a further run of its operation allocates it again."""
+        problem = self.problem
+        return tuple(
+            problem.operations[p].recomputable and s in problem.operations[p].recompute_outputs
+            for s, p in enumerate(problem.producer)
+        )
+
+    @cached_property
+    def may_keep(self) -> tuple[bool, ...]:
+        """For each storage whether it may be resident at the barrier."""
+        problem = self.problem
+        return tuple(
+            self.is_forward[s] and (storage.keepable or s in problem.live_at_barrier)
+            for s, storage in enumerate(problem.storages)
+        )
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each backward operation, counted from the barrier, the forward storages it reads."""
+        problem = self.problem
+        return tuple(
+            tuple(dict.fromkeys(s for s in problem.operations[k].inputs if self.is_forward[s]))
+            for k in problem.backward
+        )
+
+    def check(self, storage: int) -> None:
+        """Raise where a storage can neither be kept nor recomputed."""
+        if not self.may_keep[storage] and not self.may_recompute[storage]:
+            problem = self.problem
+            raise SolverError(
+                f"{problem.storages[storage].name} is pinned to be recomputed, but "
+                f"{problem.operations[problem.producer[storage]].name} may not run again "
+                f"({problem.operations[problem.producer[storage]].fixed}); drop the pin."
+            )
+
+
+def needed_storages(demand: Demand) -> frozenset[int]:
+    """Return the forward storages that a schedule may want to keep.
+
+    These are the ones the backward reads, and transitively the ones that recomputing them reads.
+    """
+    problem = demand.problem
+    needed: set[int] = set()
+    todo = [s for reads in demand.reads for s in reads]
+    while todo:
+        storage = todo.pop()
+        if storage in needed:
+            continue
+        needed.add(storage)
+        if demand.may_recompute[storage]:
+            todo.extend(problem.operations[problem.producer[storage]].recompute_inputs or ())
+    return frozenset(needed)
+
+
+def optional_operations(problem: Problem, storages: Iterable[int]) -> set[int]:
+    """Return the optional operations that make these storages, and those that these need."""
+    wanted: set[int] = set()
+    todo = list(storages)
+    while todo:
+        index = problem.producer[todo.pop()]
+        if index not in wanted and problem.operations[index].optional:
+            wanted.add(index)
+            todo.extend(problem.operations[index].inputs)
+    return wanted
+
+
+def stage_schedule(problem: Problem, backward: list[int]) -> Schedule:
+    """Return the schedule with this backward order and the forward run once.
+
+    The optional operations are run whose storages the backward order reads.
+    """
+    read: list[int] = []
+    for index in backward:
+        if index < problem.barrier:
+            read.extend(problem.operations[index].recompute_inputs or ())
+    optional = optional_operations(problem, read)
+    forward = [i for i in problem.forward if not problem.operations[i].optional or i in optional]
+    return free_early(problem, forward, backward)
+
+
+def on_demand(
+    demand: Demand,
+    kept: Set[int],
+    held: Set[int] | None = None,
+    *,
+    tight: bool = False,
+) -> list[int]:
+    """Return the backward order that keeps these storages and recomputes the others.
+
+    Storages that cannot be recomputed are kept, those that may not be kept are not.
+
+    Args:
+        demand: the facts of the problem.
+        kept: storages kept from the forward.
+        held: storages that stay once recomputed, to their last use; the others are recomputed
+            for each backward operation that needs them. None: all stay.
+        tight: also forget, inside one backward operation's recomputations, what is not held as
+            soon as the recomputation that asked for it has run. Costs more, peaks lower.
+
+    Raises:
+        SolverError: a storage may neither be kept nor recomputed, or ``tight`` recomputes
+            without end in sight.
+    """
+    problem = demand.problem
+    operations, producer = problem.operations, problem.producer
+    available = {
+        s
+        for s in range(len(problem.storages))
+        if demand.may_keep[s] and (s in kept or not demand.may_recompute[s])
+    }
+    order: list[int] = []
+    limit = 50 * (len(operations) + 1)
+    for offset, reads in enumerate(demand.reads):
+        resident = set(available)
+        for first in sorted(reads):
+            stack = [first]  # explicit: chains can be thousands of operations deep
+            while stack:
+                storage = stack[-1]
+                if storage in resident:
+                    stack.pop()
+                    continue
+                demand.check(storage)
+                index = producer[storage]
+                op = operations[index]
+                inputs = op.recompute_inputs or ()
+                missing = sorted((s for s in inputs if s not in resident), reverse=not tight)
+                if missing:
+                    stack.extend(missing)
+                    continue
+                stack.pop()
+                order.append(index)
+                if len(order) > limit:
+                    raise SolverError("recomputation on demand runs away")
+                resident.update(op.recompute_outputs)
+                if held is None:
+                    available.update(op.recompute_outputs)
+                else:
+                    available.update(s for s in op.recompute_outputs if s in held)
+                if tight:
+                    resident.difference_update(
+                        s for s in inputs if s not in available and s not in reads
+                    )
+        order.append(problem.barrier + offset)
+    return order

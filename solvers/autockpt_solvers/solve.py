@@ -1,0 +1,116 @@
+"""Pick a method, check its answer, attach what is proved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from autockpt_solvers.errors import InfeasibleBudget, SolverError
+from autockpt_solvers.memory import live_storages, simulate
+from autockpt_solvers.methods import METHODS, exhaustive, greedy, keep_all
+from autockpt_solvers.minimum import Minimum, minimum
+from autockpt_solvers.problem import Problem
+from autockpt_solvers.solution import Solution, measured
+
+__all__ = ["solve"]
+
+
+def solve(
+    problem: Problem,
+    budget_bytes: int | None,
+    *,
+    method: str = "auto",
+    time_limit_s: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> Solution:
+    """Return a schedule that keeps the budget at the least extra time found.
+
+    Args:
+        problem: the step to plan.
+        budget_bytes: bound on the peak, ``problem.resident_bytes`` included; None for no limit.
+        method: ``"auto"`` or a name of ``METHODS``.
+        time_limit_s: time to search, in seconds.
+        progress: called with a line of text now and then.
+
+    Raises:
+        InfeasibleBudget: no schedule was found that fits; it says which budget is met.
+        SolverError: the method is unknown, or cannot do what is asked.
+
+    >>> from autockpt_solvers import Operation, Problem, Storage
+    >>> problem = Problem(
+    ...     storages=(Storage("x", 8), Storage("y", 8), Storage("loss", 1), Storage("dx", 8)),
+    ...     operations=(
+    ...         Operation("x", (), (0,), 5, recompute_inputs=(), recompute_outputs=(0,)),
+    ...         Operation("y", (0,), (1,), 5, recompute_inputs=(0,), recompute_outputs=(1,)),
+    ...         Operation("loss", (1,), (2,), 5, fixed="the user holds its output"),
+    ...         Operation("dx", (0, 2), (3,), 5),
+    ...     ),
+    ...     barrier=3,
+    ...     live_at_barrier=frozenset({2}),
+    ...     live_at_end=frozenset({2, 3}),
+    ... )
+    >>> solve(problem, 20).extra_ns
+    0
+    """
+    started = time.perf_counter()
+    if method != "auto" and method not in METHODS:
+        raise SolverError(f"no method is called {method!r}; there are auto, {', '.join(METHODS)}.")
+    say = progress or (lambda line: None)
+    if budget_bytes is None and method == "auto":
+        return keep_all.solve(problem, None, time_limit_s=time_limit_s)
+    try:
+        if method == "auto":
+            found = _auto(problem, budget_bytes, time_limit_s, say)
+        else:
+            found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
+    except SolverError:
+        if budget_bytes is None:
+            raise
+        say("no schedule yet; looking for the smallest peak")
+        smallest = minimum(problem, time_limit_s=time_limit_s)
+        if smallest.peak_bytes > budget_bytes:
+            raise _infeasible(problem, budget_bytes, smallest) from None
+        if method != "auto":
+            raise
+        found = measured(
+            problem,
+            smallest.schedule,
+            budget_bytes=budget_bytes,
+            method="minimum",
+            started=started,
+        )
+    return _checked(problem, budget_bytes, replace(found, solve_time_s=time.perf_counter() - started))
+
+
+def _auto(
+    problem: Problem, budget_bytes: int | None, time_limit_s: float, say: Callable[[str], None]
+) -> Solution:
+    try:
+        return keep_all.solve(problem, budget_bytes)
+    except SolverError:
+        pass
+    if exhaustive.fits(problem):
+        try:
+            return exhaustive.solve(problem, budget_bytes, time_limit_s=time_limit_s / 2)
+        except SolverError:
+            pass
+    return greedy.solve(problem, budget_bytes, time_limit_s=time_limit_s)
+
+
+def _checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Solution:
+    """Return a solution whose figures the simulator confirms; raise where it does not."""
+    trace = simulate(problem, found.schedule)
+    claimed = (found.extra_ns, found.peak_bytes)
+    if claimed != (trace.extra_ns, trace.peak_bytes):
+        raise SolverError(f"{found.method} misstates its schedule. This is a bug; please report it.")
+    if budget_bytes is not None and trace.peak_bytes > budget_bytes:
+        raise SolverError(f"{found.method} breaks the budget. This is a bug; please report it.")
+    return found
+
+
+def _infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
+    trace = simulate(problem, smallest.schedule)
+    resident = live_storages(problem, smallest.schedule, trace.peak_step)
+    tensors = [(problem.storages[s].name, problem.storages[s].size_bytes) for s in resident]
+    return InfeasibleBudget(budget_bytes, smallest.peak_bytes, tensors)

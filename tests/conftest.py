@@ -1,0 +1,43 @@
+"""Options and fixtures of all tests. Nothing here needs torch unless a test asks for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files anew instead of comparing with them",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not for_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Return a check that a text equals the golden file of this name."""
+    folder = Path(__file__).parent / "golden"
+
+    def check(name: str, text: str) -> None:
+        path = folder / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), (
+            f"{name} has changed; if that is meant: python -m pytest --update-golden"
+        )
+
+    return check
