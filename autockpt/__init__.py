@@ -1,0 +1,34 @@
+"""autockpt: fit the training of a PyTorch model into a memory budget, at the least extra compute."""
+
+from autockpt.ahead import plan
+from autockpt.module import optimize, restore
+from autockpt_solvers.errors import (
+    AutockptError,
+    BudgetError,
+    CaptureError,
+    InfeasibleBudget,
+    InputError,
+    PinError,
+    PlanFormatError,
+    PlanMismatch,
+    ScheduleError,
+    SolverError,
+)
+from autockpt_solvers.plan import Plan
+
+__all__ = [
+    "AutockptError",
+    "BudgetError",
+    "CaptureError",
+    "InfeasibleBudget",
+    "InputError",
+    "PinError",
+    "Plan",
+    "PlanFormatError",
+    "PlanMismatch",
+    "ScheduleError",
+    "SolverError",
+    "optimize",
+    "plan",
+    "restore",
+]

@@ -29,25 +29,38 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "AllocationTracker",
     "FakeTensor",
     "FakeTensorMode",
     "JointGraph",
+    "StorageWeakRef",
+    "Watch",
     "allocation_events",
     "boxed",
     "capture_failure",
     "compile_forward",
     "fake_mode_of",
     "getitem_index",
+    "is_operator",
     "is_random",
+    "keep_missing_gradients",
     "is_sym",
     "module_path",
     "outside_tracing",
+    "queue_delay",
     "saved_descriptors",
     "source_line",
     "storage_key",
+    "tensor_leaves",
     "user_error",
 ]
 
@@ -83,7 +96,21 @@ class JointGraph:
     mutated: tuple[fx.Node | None, ...]
 
 
-Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
+class Watch:
+    """What wants to know when a compiled graph runs; this one wants to know nothing."""
+
+    def forward_begins(self) -> None:
+        """The forward graph is about to run."""
+
+    def forward_ends(self, outputs: Sequence[Any]) -> None:
+        """The forward graph has returned; ``outputs`` are what it returns and saves."""
+
+    def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the backward graph on saved tensors and tangents, and return the gradients."""
+        return run(args)
+
+
+Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule, Watch]]
 
 
 def _joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
@@ -152,13 +179,24 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
     )
     entry.__kwdefaults__ = autockpt_forward.__kwdefaults__
 
+    watches: list[Watch] = []
+
     def partition_fn(
         joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(_joint_graph(joint, num_fwd_outputs))
+        forward, backward, watch = partition(_joint_graph(joint, num_fwd_outputs))
+        # Torch copies graph modules before it compiles them; a number in their meta survives.
+        forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(watches)
+        watches.append(watch)
+        return forward, backward
 
     def compiler(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        return boxed(module)
+        run = boxed(module)
+        if "autockpt_forward" in module.meta:
+            return _watched_forward(run, watches[module.meta["autockpt_forward"]])
+        if "autockpt_backward" in module.meta:
+            return _watched_backward(run, watches[module.meta["autockpt_backward"]])
+        return run
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
@@ -183,6 +221,39 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _watched_forward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        watch.forward_begins()
+        outputs = run(args)
+        watch.forward_ends(outputs)
+        return outputs
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _watched_backward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        return watch.run_backward(run, args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def keep_missing_gradients(output: Any) -> None:
+    """Let the backward behind a compiled forward's output get None for gradients that are none.
+
+    Autograd fills them with zeros unless the function object is told otherwise.
+    """
+    for leaf in tree_leaves(output):
+        node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        while node is not None and not hasattr(node, "set_materialize_grads"):
+            # A view that AOTAutograd takes again outside the graph stands on top.
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            node.set_materialize_grads(False)
 
 
 @contextlib.contextmanager
@@ -254,9 +325,14 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
 def is_random(node: fx.Node) -> bool:
     """Return whether the node draws from a generator."""
     return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
+        is_operator(node)
+        and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     )
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Return whether the node calls a plain ATen-style operator."""
+    return isinstance(node.target, torch._ops.OpOverload)
 
 
 def is_sym(node: fx.Node) -> bool:
@@ -349,3 +425,80 @@ def _legacy_events(run: Callable[[], Any]) -> list[int]:
         for event in thread
         if event.kind() == "memory_alloc" and event.cpu_memory_usage()
     ]
+
+
+# ------------------------------------------------------------------ CUDA
+
+
+def queue_delay(cycles: int) -> None:
+    """Let the current CUDA stream wait, so that launches after it queue up."""
+    torch.cuda._sleep(cycles)
+
+
+# ------------------------------------------------------------------ memory, operator by operator
+
+
+class AllocationTracker(TorchDispatchMode):
+    """While entered, counts the bytes that operators allocate and have not freed.
+
+    Workspace inside an operator is not seen. Works on real and on fake tensors.
+
+    Attributes:
+        live_bytes: allocated since the start and still alive.
+        peak_bytes: the largest number of them so far.
+        active: turned off, it lets everything through uncounted.
+    """
+
+    def __init__(self, round_up: Callable[[int], int]) -> None:
+        super().__init__()
+        self.round_up = round_up
+        self.active = True
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._outside: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.active:
+            self._count((args, kwargs), result)
+        return result
+
+    def _count(self, inputs: Any, result: Any) -> None:
+        self._collect()
+        for tensor in _strided(inputs):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._outside[storage._cdata] = StorageWeakRef(storage)
+        for tensor in _strided(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive and storage._cdata not in self._outside:
+                size = self.round_up(storage.nbytes())
+                self._alive[storage._cdata] = (StorageWeakRef(storage), size)
+                self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _collect(self) -> None:
+        for key in [k for k, (ref, _) in self._alive.items() if ref.expired()]:
+            self.live_bytes -= self._alive.pop(key)[1]
+        for key in [k for k, ref in self._outside.items() if ref.expired()]:
+            del self._outside[key]
+
+    def is_innermost(self) -> bool:
+        """Return whether leaving it now leaves the right mode."""
+        return _get_current_dispatch_mode() is self
+
+
+def _strided(value: Any) -> list[torch.Tensor]:
+    return [
+        leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    ]
+
+
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested structure of tuples, lists, dicts and registered classes."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -7,7 +7,9 @@ what the user sees of it. It measures nothing and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch import fx, nn
 
 from autockpt import _torch
 from autockpt._torch import JointGraph
+from autockpt.tangents import assumed_absent, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
 
-__all__ = ["Capture", "CapturedStorage", "capture", "read_joint", "tensors"]
+__all__ = ["Capture", "CapturedStorage", "capture", "read_joint", "traced", "training"]
 
 aten = torch.ops.aten
 
@@ -58,6 +61,7 @@ class Capture:
         new_buffers: storages of new values of mutated inputs, copied over when the forward ends.
         stale: primals whose memory the forward's end overwrites.
         gradients: for each backward output its storage and its primal, where it is a tensor.
+        absent: positions of the tangents that are taken not to arrive.
     """
 
     joint: JointGraph
@@ -69,6 +73,7 @@ class Capture:
     new_buffers: tuple[int, ...]
     stale: frozenset[fx.Node]
     gradients: tuple[tuple[fx.Node, int, fx.Node | None], ...]
+    absent: frozenset[int]
 
     def reads(self, node: fx.Node) -> tuple[int, ...]:
         """Return the storages of the step that the node's arguments live in, each once."""
@@ -88,25 +93,23 @@ class Capture:
         return cached
 
 
-def tensors(node: fx.Node) -> list[torch.Tensor]:
-    """Return the (fake) tensors a node's value holds, in order."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [v for v in value if isinstance(v, torch.Tensor)]
-    return []
-
-
 # ------------------------------------------------------------------ reading a joint graph
 
 
-def read_joint(joint: JointGraph) -> Capture:
+def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capture:
     """Return what a joint graph computes.
+
+    Args:
+        joint: the graph; it is left as it is.
+        absent: positions of the tangents that no backward starts from: the user's loss does not
+            depend on these outputs. None: assume it of all but a single scalar output, if
+            there is one.
 
     Raises:
         CaptureError: where the graph writes into memory in a way that cannot be repeated safely.
     """
+    absent = assumed_absent(joint) if absent is None else frozenset(absent)
+    joint = without_tangents(joint, absent)
     _drop_false_dependences(joint)
     nodes = list(joint.module.graph.nodes)
     backward = _backward_nodes(joint, nodes)
@@ -117,7 +120,9 @@ def read_joint(joint: JointGraph) -> Capture:
     for placeholder in (*joint.primals, *joint.forward_seeds, *joint.backward_seeds):
         for tensor in tensors(placeholder):
             known[_torch.storage_key(tensor)] = -1
-    for tangent in joint.tangents:
+    for position, tangent in enumerate(joint.tangents):
+        if position in absent:
+            continue
         for tensor in tensors(tangent):
             known[_torch.storage_key(tensor)] = len(storages)
             storages.append(CapturedStorage(tangent.name, _nbytes(tensor), -1, (tangent,)))
@@ -168,6 +173,7 @@ def read_joint(joint: JointGraph) -> Capture:
         tuple(dict.fromkeys(new_buffers)),
         frozenset(m for m in joint.mutated if m is not None),
         gradients,
+        absent,
     )
 
 
@@ -266,9 +272,9 @@ def capture(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    use: Callable[[Capture], Any],
+    use: Callable[[JointGraph], Any],
 ) -> Any:
-    """Trace ``model(*args, **kwargs)``, hand the capture to ``use`` and return what it returns.
+    """Trace ``model(*args, **kwargs)``, hand the joint graph to ``use``, return what it returns.
 
     Nothing of the model is run; ``use`` is called inside the trace, where torch's tracing state is
     still alive.
@@ -278,7 +284,7 @@ def capture(
     """
 
     def partition(joint: JointGraph) -> Any:
-        raise _Captured(use(read_joint(joint)))
+        raise _Captured(use(joint))
 
     compiled = _torch.compile_forward(model, partition)
     try:
@@ -290,6 +296,24 @@ def capture(
         "the model's forward needs no gradient: no parameter or input requires one. "
         "Set requires_grad on the parameters to be trained."
     )
+
+
+@contextlib.contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Put a model that is in eval mode into training mode for a while.
+
+    A model in training mode is left alone: its parts may be in eval mode on purpose.
+    """
+    if model.training:
+        yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def traced(
@@ -323,8 +347,6 @@ def _refuse_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cause: Exception
 ) -> None:
     """Raise what calling the model plainly would raise about its inputs, if it does."""
-    import inspect
-
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

@@ -144,7 +144,7 @@ def _run_plan(arguments: argparse.Namespace) -> None:
         raise _UsageError(f"cannot write {output}: there is no folder {output.parent}")
     model, args, kwargs = _load(arguments.target)
     # Only here: reading a plan needs nothing of the capture.
-    from autockpt.planning import plan as make_plan
+    from autockpt.ahead import plan as make_plan
 
     plan = make_plan(
         model,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from autockpt import _torch
+from autockpt_solvers.errors import CaptureError
 
 __all__ = ["Cpu", "Cuda", "Device", "device_of"]
 
@@ -24,6 +25,7 @@ class Device(Protocol):
     """What the planner needs of a processor."""
 
     name: str
+    kind: torch.device
     cache_bytes: int  # last-level cache one process can count on
     small_bytes: int  # operations below it are timed by their overhead: no flush
     total_bytes: int  # memory, for budgets in percent
@@ -55,6 +57,7 @@ class Cpu:
 
     def __init__(self) -> None:
         self.name = "cpu"
+        self.kind = torch.device("cpu")
         self.cache_bytes = _last_level_cache_bytes()
         self.small_bytes = 64 << 10
         self.total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -86,8 +89,8 @@ class Cpu:
         self._flush.add_(1)
 
     def touch(self, tensor: torch.Tensor) -> None:
-        flat = tensor.detach().as_strided((tensor.untyped_storage().nbytes() //
-                                           tensor.element_size(),), (1,), 0)
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        flat = tensor.detach().as_strided((size,), (1,), 0)
         flat.copy_(flat)
 
     def time_ns(self, run: Callable[[], Any]) -> int:
@@ -102,9 +105,9 @@ class Cuda:
     """A CUDA device behind torch's caching allocator, which rounds requests up to 512 bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", device.index or 0)
-        properties = torch.cuda.get_device_properties(self.device)
-        self.name = f"cuda:{self.device.index} ({properties.name})"
+        self.kind = torch.device("cuda", device.index or 0)
+        properties = torch.cuda.get_device_properties(self.kind)
+        self.name = f"cuda:{self.kind.index} ({properties.name})"
         self.cache_bytes = int(getattr(properties, "L2_cache_size", 0)) or 32 << 20
         self.small_bytes = 0
         self.total_bytes = int(properties.total_memory)
@@ -124,42 +127,40 @@ class Cuda:
     def warm_up(self, run: Callable[[], Any]) -> None:
         for _ in range(2):
             run()
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.kind)
 
     def peak_of(self, run: Callable[[], Any]) -> int:
-        torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        torch.cuda.synchronize(self.kind)
+        before = torch.cuda.memory_allocated(self.kind)
+        torch.cuda.reset_peak_memory_stats(self.kind)
         result = run()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.synchronize(self.kind)
+        peak = torch.cuda.max_memory_allocated(self.kind) - before
         del result
         return peak
 
     def flush_cache(self) -> None:
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free, _ = torch.cuda.mem_get_info(self.kind)
         size = min(2 * self.cache_bytes, free // 4)
         if self._flush is None or self._flush.numel() != size:
-            self._flush = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._flush = torch.empty(size, dtype=torch.uint8, device=self.kind)
         self._flush.zero_()
 
     def touch(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(tensor) if not _overlaps(tensor) else None
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        flat = tensor.detach().as_strided((size,), (1,), 0)
+        flat.copy_(flat)
 
     def time_ns(self, run: Callable[[], Any]) -> int:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # A short wait on the device hides the launch from the measurement, as a busy queue does.
-        torch.cuda._sleep(200_000)
+        _torch.queue_delay(200_000)
         start.record()
         result = run()
         end.record()
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.kind)
         del result
         return int(start.elapsed_time(end) * 1e6)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 @functools.cache
@@ -173,8 +174,6 @@ def device_of(device: torch.device) -> Device:
     Raises:
         CaptureError: for a kind of device autockpt has no measurements for.
     """
-    from autockpt_solvers.errors import CaptureError
-
     if device.type not in ("cpu", "cuda"):
         raise CaptureError(
             f"the model lives on {device}; autockpt measures on cpu and cuda. "

@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from autockpt import _torch
-from autockpt.capture import Capture, tensors
+from autockpt.capture import Capture
 from autockpt.pins import Pins
 from autockpt.profile import Profile
+from autockpt.tangents import tensors
 from autockpt_solvers.problem import Operation, Problem, Storage
 
 __all__ = ["Around", "Formulation", "Origin", "Role", "again", "formulate"]
@@ -281,7 +282,7 @@ class _Builder:
             return False, "it makes a buffer's new value", (), ()
         if keep:
             return False, f"pinned by keep={keep!r}", (), ()
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not _torch.is_operator(node):
             return False, f"{node.target} is no plain operator", (), ()
         if _torch.is_random(node):
             freed = sum(self.sizes[s] for s in outputs)
@@ -379,6 +380,7 @@ class _Builder:
                 outputs=tangents,
                 workspace_bytes=self.around.loss_bytes,
                 kind="loss",
+                outside=True,
             )
         )
         self.origins.append(Origin(Role.AROUND))
@@ -414,6 +416,7 @@ class _Builder:
                     outputs=(),
                     workspace_bytes=self.around.optimizer_bytes,
                     kind="optimizer",
+                    outside=True,
                 )
             )
             self.origins.append(Origin(Role.AROUND))
@@ -423,7 +426,9 @@ class _Builder:
         # Outside memory (a gradient that is an input itself) is nothing to read.
         inputs = (storage,) if storage >= 0 else ()
         self.operations.append(
-            Operation(f"accumulate_{node.name}", inputs, outputs, kind="accumulate")
+            Operation(
+                f"accumulate_{node.name}", inputs, outputs, kind="accumulate", outside=True
+            )
         )
         self.origins.append(Origin(Role.AROUND))
 

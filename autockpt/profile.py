@@ -27,10 +27,11 @@ import torch
 from torch import fx
 
 from autockpt import _torch
-from autockpt.capture import Capture, tensors
+from autockpt.capture import Capture
 from autockpt.device import Device
+from autockpt.tangents import tensors
 
-__all__ = ["Measured", "Profile", "profile"]
+__all__ = ["Measured", "Profile", "profile", "unmeasured"]
 
 aten = torch.ops.aten
 
@@ -96,6 +97,18 @@ def profile(
             if progress is not None and (count + 1) % 10 == 0:
                 progress(f"measured {count + 1} of {len(missing)} distinct operations")
     return Profile(tuple(_known[key] for key in keys), device.name, len(distinct))
+
+
+def unmeasured(capture: Capture) -> Profile:
+    """Return a profile without measurements: no time, no workspace, sizes by shape."""
+    return Profile(
+        tuple(
+            Measured(0, 0, tuple(int(t.untyped_storage().nbytes()) for t in tensors(node)))
+            for node in capture.operations
+        ),
+        "",
+        0,
+    )
 
 
 # ------------------------------------------------------------------ one operation

@@ -10,19 +10,21 @@ A view is taken anew from the newest copy of its base, right where it is first n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from autockpt import _torch
-from autockpt.capture import Capture, tensors
+from autockpt.capture import Capture
 from autockpt.formulate import Formulation, Role, again
 from autockpt.replay import generator_state, replay, state_bytes
+from autockpt.tangents import tensors
 from autockpt_solvers.errors import ScheduleError
 from autockpt_solvers.schedule import Schedule, free_early
 
-__all__ = ["rewrite"]
+__all__ = ["rewrite", "rewrite_backward"]
 
 
 def rewrite(
@@ -72,6 +74,36 @@ def rewrite(
     )
 
 
+def rewrite_backward(
+    formulation: Formulation, backward: Sequence[int], saved: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """Return another backward graph behind a forward that is there already.
+
+    Args:
+        formulation: the step whose backward it is; its forward's nodes have the names of the
+            forward that is there.
+        backward: the operations to run, in order.
+        saved: placeholders of what that forward saves, in its order.
+
+    Raises:
+        ScheduleError: the operations read what was not saved.
+    """
+    joint = formulation.capture.joint
+    writer = _Writer(formulation, _Saved(saved))
+    for operation in backward:
+        writer.run(operation)
+    gradients = [_value(writer, x) for x in joint.backward_outputs]
+    by_name = {placeholder.name: placeholder for placeholder in writer.asked.values()}
+    writer.order(
+        [
+            *(by_name.get(n.name) or writer.placeholder(n, n.name, n.meta) for n in saved),
+            *(writer.placeholder(n, n.name, n.meta) for n in joint.tangents),
+            *(writer.placeholder(n, n.name, n.meta) for n in joint.backward_seeds),
+        ]
+    )
+    return writer.output(gradients, list(joint.backward_descriptors))
+
+
 # What the backward can ask the forward for: a node of the joint graph, or ("state", node), the
 # generator's state before a random node, or ("old_value", primal).
 _Key = fx.Node | tuple[str, fx.Node]
@@ -92,6 +124,20 @@ def _in_saving_order(keys: list[_Key]) -> list[_Key]:
     )
 
 
+class _Saved:
+    """Stands for a forward that is there already: it hands out what that one saves."""
+
+    def __init__(self, saved: Sequence[fx.Node]) -> None:
+        self.saved = {node.name: node for node in saved}
+        self.runs: dict[int, int] = {}
+
+    def stored(self, key: _Key) -> fx.Node:
+        name = key.name if isinstance(key, fx.Node) else f"{key[0]}_of_{key[1].name}"
+        if name not in self.saved:
+            raise ScheduleError(f"the forward has not saved {name}")
+        return self.saved[name]
+
+
 class _Writer:
     """Writes one of the two graphs: binds nodes of the joint graph to their newest copies.
 
@@ -99,7 +145,9 @@ class _Writer:
         asked: for the backward, what it took from the forward -> its placeholder.
     """
 
-    def __init__(self, formulation: Formulation, forward: _Writer | None = None) -> None:
+    def __init__(
+        self, formulation: Formulation, forward: _Writer | _Saved | None = None
+    ) -> None:
         self.formulation = formulation
         self.capture: Capture = formulation.capture
         self.forward = forward
@@ -143,7 +191,9 @@ class _Writer:
 
     def _node(self, node: fx.Node, index: int) -> None:
         operation = self.formulation.problem.operations[index]
-        count = self.runs.get(index, 0)
+        # A forward operation has run once before any backward begins.
+        before = isinstance(self.forward, _Saved) and index < self.formulation.problem.barrier
+        count = self.runs.get(index, int(before))
         self.runs[index] = count + 1
         if count == 0:
             target, args, kwargs, made = node.target, node.args, node.kwargs, operation.outputs

@@ -22,13 +22,19 @@ ORDER = [
     "_torch",
     "device",
     "pins",
+    "tangents",
     "capture",
     "profile",
     "formulate",
     "replay",
     "rewrite",
+    "on_demand",
+    "resident",
+    "given",
     "planning",
+    "graphs",
     "module",
+    "ahead",
     "per_module",
     "report",
     "picture",
@@ -164,15 +170,16 @@ def _private_uses(tree: ast.Module) -> Iterator[str]:
 # -------------------------------------------------------------------- the order
 
 
-def test_every_file_of_the_torch_half_has_its_place() -> None:
+def test_the_order_names_every_file_once() -> None:
     files = {name.partition(".")[2] for name in TORCH_MODULES} - {""}
-    assert files <= set(ORDER), "give the new file its place in ORDER"
-    assert len(ORDER) == len(set(ORDER))
+    assert sorted(files) == sorted(ORDER)
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_MODULES.keys() - {"autockpt"}))
 def test_imports_of_the_torch_half_run_one_way(name: str) -> None:
-    place = ORDER.index(name.partition(".")[2])
+    file = name.partition(".")[2]
+    assert file in ORDER, f"give {file} its place in ORDER"
+    place = ORDER.index(file)
     earlier = {f"autockpt.{file}" for file in ORDER[:place]}
     own = {used for used in _imported_modules(TORCH_MODULES[name]) if used in TORCH_MODULES}
     assert own <= earlier
@@ -201,6 +208,16 @@ def test_importing_the_solver_half_leaves_torch_out() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_what_is_imported_is_what_is_declared() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    plot = project["optional-dependencies"]["plot"]
+    declared = {re.match(r"[\w-]+", item)[0] for item in [*project["dependencies"], *plot]}
+    imported = {name.partition(".")[0] for tree in MODULES.values() for name in _imports(tree)}
+    own = {"autockpt", "autockpt_solvers"}
+    assert imported - own - sys.stdlib_module_names == declared
 
 
 # -------------------------------------------------------------------- the door

@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         options["progress"]("profiled 3 of 7 operations")
         return small_plan()
 
-    monkeypatch.setitem(sys.modules, "autockpt.planning", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "autockpt.ahead", SimpleNamespace(plan=plan))
     return calls
 
 
@@ -167,7 +167,7 @@ def test_typed_errors_of_planning_are_one_message(
     def plan(*_: object, **__: object) -> Plan:
         raise error
 
-    monkeypatch.setitem(sys.modules, "autockpt.planning", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "autockpt.ahead", SimpleNamespace(plan=plan))
     assert main(["plan", "user_model:args", "--budget", "5"]) == 2
     assert capsys.readouterr().err == f"autockpt: error: {error}\n"
 
@@ -179,7 +179,7 @@ def test_an_interrupt_ends_quietly(
     def plan(*_: object, **__: object) -> Plan:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "autockpt.planning", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "autockpt.ahead", SimpleNamespace(plan=plan))
     assert main(["plan", "user_model:args", "--budget", "5"]) == 130
     assert capsys.readouterr().err == "autockpt: interrupted\n"
 
@@ -260,3 +260,35 @@ def test_a_reader_that_goes_away_is_no_error(saved: Path) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_real_model_is_planned_and_inspected(tmp_path: Path) -> None:
+    (tmp_path / "small_model.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def make():\n"
+        "    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]\n"
+        "    return nn.Sequential(*layers), (torch.randn(256, 64),)\n"
+    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "autockpt", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    free = run("plan", "small_model:make", "--budget", "none", "-o", "free.json")
+    assert free.returncode == 0, free.stderr
+    assert free.stderr  # progress
+    baseline = Plan.load(tmp_path / "free.json")
+    assert baseline.overhead == 0
+    tight_bytes = baseline.peak_bytes - 4 * 256 * 64
+    tight = run("plan", "small_model:make", "--budget", str(tight_bytes), "-o", "tight.json")
+    assert tight.returncode == 0, tight.stderr
+    plan = Plan.load(tmp_path / "tight.json")
+    assert plan.peak_bytes <= tight_bytes == plan.budget_bytes
+    assert plan.overhead > 0
+    assert run("inspect", "tight.json").stdout == tight.stdout == report_text(plan)
+    failed = run("plan", "small_model:make", "--budget", "1kB", "-o", "none.json")
+    assert failed.returncode == 2
+    assert "the smallest feasible budget is" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not (tmp_path / "none.json").exists()

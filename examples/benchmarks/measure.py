@@ -52,8 +52,8 @@ def ensure_allocator() -> None:
     """Start this script again, once, under ``ALLOCATOR_ENVIRONMENT`` unless it is in force.
 
     The C library reads these variables when the process starts, so setting them later is of no
-    use. It returns in the restarted process, or where there is nothing to do. Call it in the
-    script's ``__main__`` part: it must not replace a caller's process.
+    use. It returns in the restarted process, or where there is nothing to do. Call it only
+    in a process of the script's own: it replaces the process.
     """
     missing = {k: v for k, v in ALLOCATOR_ENVIRONMENT.items() if k not in os.environ}
     if not missing or sys.platform != "linux":

@@ -167,6 +167,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
+    if argv is None:  # on the command line: this process is ours to replace
+        ensure_allocator()
     if options.threads:
         torch.set_num_threads(options.threads)
     rows: list[Row] = []
@@ -186,5 +188,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ensure_allocator()
     sys.exit(main())

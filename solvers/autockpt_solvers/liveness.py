@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autockpt_solvers.memory import live_storages, simulate
+from autockpt_solvers.memory import simulate
 from autockpt_solvers.on_demand import Demand, optional_operations, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import BARRIER, Compute
@@ -32,7 +32,6 @@ class Peak:
         peak_bytes: the peak, resident bytes included.
         position: the index into the backward order at which it is reached; for an operation of
             the forward, that operation minus the number of forward operations (negative).
-        resident: the forward storages resident there.
         kept: the forward storages resident behind the barrier.
         extra_ns: cost of recomputations and optional operations, in nanoseconds.
         excess: sum, over the operations as they run, of the bytes above the asked level.
@@ -40,7 +39,6 @@ class Peak:
 
     peak_bytes: int
     position: int
-    resident: frozenset[int]
     kept: frozenset[int]
     extra_ns: int
     excess: int
@@ -146,6 +144,29 @@ class Liveness:
             need.update(reads)
         return need
 
+    def levels(self, order: Sequence[int]) -> list[int]:
+        """Return the bytes during each operation of a backward order, as :meth:`peak` counts."""
+        barrier = self.problem.barrier
+        during, before = self.backward_bytes
+        need: set[int] = set()
+        live = base = 0
+        levels: list[int] = []
+        for index in reversed(order):
+            reads, makes, workspace = self._rows[index]
+            fresh = [s for s in reads if s not in need]
+            need.update(fresh)
+            live += sum(self.problem.storages[s].size_bytes for s in fresh)
+            if index >= barrier:
+                base = before[index - barrier]
+                levels.append(live + during[index - barrier])
+                continue
+            dead = sum(self.problem.storages[s].size_bytes for s in makes if s not in need)
+            gone = sum(self.problem.storages[s].size_bytes for s in makes if s in need)
+            need.difference_update(makes)
+            levels.append(live + dead + workspace + base)
+            live -= gone
+        return levels[::-1]
+
     def peak(self, order: Sequence[int], level: int = 0) -> Peak:
         """Return the peak of a backward order with its forward run once, and its excess.
 
@@ -199,8 +220,7 @@ class Liveness:
             if int(forward[top]) >= best:
                 best, where = int(forward[top]), top - barrier
             excess += int((forward - level)[forward > level].sum())
-        resident = self._resident(order, where, need)
-        return Peak(best, where, resident, frozenset(need), extra, excess)
+        return Peak(best, where, frozenset(need), extra, excess)
 
     def _forward(self, kept: Set[int], optional: Set[int]) -> NDArray[np.int64]:
         """Return the bytes during each forward operation; 0 for one that does not run."""
@@ -218,8 +238,10 @@ class Liveness:
                 # else has to be taken back.
         return total
 
-    def _resident(self, order: Sequence[int], where: int, kept: Set[int]) -> frozenset[int]:
+    def resident(self, order: Sequence[int], peak: Peak) -> frozenset[int]:
+        """Return the forward storages resident where a backward order peaks."""
         problem = self.problem
+        where, kept = peak.position, peak.kept
         if where < 0:
             index = where + problem.barrier
             return frozenset(
@@ -249,11 +271,9 @@ class Liveness:
         behind = BARRIER in schedule.steps[: trace.peak_step + 1]
         forward = len(schedule.forward_computes)
         position = len(computes) - forward - 1 if behind else computes[-1] - problem.barrier
-        resident = live_storages(problem, schedule, trace.peak_step)
         return Peak(
             trace.peak_bytes,
             position,
-            frozenset(s for s in resident if self.demand.is_forward[s]),
             frozenset(self.kept(order)),
             trace.extra_ns,
             sum(

@@ -33,6 +33,9 @@ class Minimum:
     lower_bound_bytes: int
 
 
+# Descents per search.
+LEVELS = 7
+
 # The one in-process cache of the solvers: a budget below the minimum is often asked for again at
 # the minimum, and must then be met by the very schedule that proved it. Few and small.
 _FOUND: dict[Problem, Minimum] = {}
@@ -49,7 +52,7 @@ def minimum(problem: Problem, *, time_limit_s: float = 60.0) -> Minimum:
     """
     found = _FOUND.get(problem)
     if found is None:
-        found = _search(problem, time_limit_s)
+        found = search(problem, time_limit_s)
         while len(_FOUND) >= _FOUND_LIMIT:
             del _FOUND[next(iter(_FOUND))]
         _FOUND[problem] = found
@@ -69,7 +72,7 @@ def unavoidable_bytes(problem: Problem) -> int:
     return max(needs)
 
 
-def _search(problem: Problem, time_limit_s: float) -> Minimum:
+def search(problem: Problem, time_limit_s: float) -> Minimum:
     started = time.perf_counter()
     deadline = started + time_limit_s
     bound = unavoidable_bytes(problem)
@@ -82,27 +85,42 @@ def _search(problem: Problem, time_limit_s: float) -> Minimum:
             peak = simulate(problem, schedule).peak_bytes
             return Minimum(peak, schedule, peak)
     liveness = Liveness(Demand(problem))
-    needed = needed_storages(liveness.demand)
-    best: Choice | None = None
-    for kept, held in ((needed, needed), (frozenset[int](), needed), (frozenset[int](), frozenset[int]())):
-        try:
-            choice = Choice(liveness, kept, held)
-        except SolverError:
-            continue  # recomputes without end in sight
-        descend(choice, bound, deadline=deadline)
-        if best is None or choice.peak.peak_bytes < best.peak.peak_bytes:
-            best = choice
-        if best.peak.peak_bytes <= bound or time.perf_counter() > deadline:
-            break
-    assert best is not None
-    order, peak = best.order, best.peak
-    for held_set in (best.held, frozenset[int]()):
-        try:
-            tight = on_demand(liveness.demand, best.kept, held_set, tight=True)
-        except SolverError:
-            continue
-        tight_peak = liveness.peak(tight)
-        if tight_peak.peak_bytes < peak.peak_bytes:
-            order, peak = tight, tight_peak
+    order = _lowest(liveness, bound, deadline)
     schedule = stage_schedule(problem, order)
     return Minimum(simulate(problem, schedule).peak_bytes, schedule, bound)
+
+
+def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
+    """Return the backward order with the lowest peak found, by descents to lower and lower levels.
+
+    A descent lowers the bytes above its level, summed over the step; how low it gets depends on
+    the level, so levels between the bound and the best peak are bisected.
+    """
+    needed = needed_storages(liveness.demand)
+    nothing: frozenset[int] = frozenset()
+    best: tuple[int, list[int]] | None = None
+    low = bound
+    for level_number in range(LEVELS):
+        level = low if best is None else (low + best[0]) // 2
+        reached = False
+        for kept, held in ((needed, needed), (nothing, needed), (nothing, nothing)):
+            try:
+                choice = Choice(liveness, kept, held, level)
+                tight = on_demand(liveness.demand, kept, held, tight=True)
+            except SolverError:
+                continue  # recomputes without end in sight
+            descend(choice, deadline=deadline)
+            found = min(choice.lowest, (liveness.peak(tight).peak_bytes, tight))
+            if best is None or found[0] < best[0]:
+                best = found
+            if best[0] <= level:
+                reached = True
+                break
+            if level_number and time.perf_counter() > deadline:
+                break
+        assert best is not None
+        if not reached:
+            low = level
+        if best[0] - low <= max(1, bound // 1000) or time.perf_counter() > deadline:
+            break
+    return best[1]

@@ -55,7 +55,7 @@ class Demand:
         """For each backward operation, counted from the barrier, the forward storages it reads."""
         problem = self.problem
         return tuple(
-            tuple(dict.fromkeys(s for s in problem.operations[k].inputs if self.is_forward[s]))
+            tuple(sorted({s for s in problem.operations[k].inputs if self.is_forward[s]}))
             for k in problem.backward
         )
 
@@ -146,9 +146,12 @@ def on_demand(
     }
     order: list[int] = []
     limit = 50 * (len(operations) + 1)
+    resident = available  # one set: what is not to stay is taken out again behind each operation
     for offset, reads in enumerate(demand.reads):
-        resident = set(available)
-        for first in sorted(reads):
+        passing: set[int] = set()
+        for first in reads:
+            if first in resident:
+                continue
             stack = [first]  # explicit: chains can be thousands of operations deep
             while stack:
                 storage = stack[-1]
@@ -159,22 +162,24 @@ def on_demand(
                 index = producer[storage]
                 op = operations[index]
                 inputs = op.recompute_inputs or ()
-                missing = sorted((s for s in inputs if s not in resident), reverse=not tight)
+                missing = [s for s in inputs if s not in resident]
                 if missing:
+                    missing.sort(reverse=not tight)
                     stack.extend(missing)
                     continue
                 stack.pop()
                 order.append(index)
                 if len(order) > limit:
                     raise SolverError("recomputation on demand runs away")
-                resident.update(op.recompute_outputs)
-                if held is None:
-                    available.update(op.recompute_outputs)
-                else:
-                    available.update(s for s in op.recompute_outputs if s in held)
-                if tight:
-                    resident.difference_update(
-                        s for s in inputs if s not in available and s not in reads
+                if held is not None:
+                    passing.update(
+                        s for s in op.recompute_outputs if s not in held and s not in resident
                     )
+                resident.update(op.recompute_outputs)
+                if tight:
+                    gone = passing.intersection(inputs).difference(reads)
+                    passing -= gone
+                    resident -= gone
+        resident -= passing
         order.append(problem.barrier + offset)
     return order

@@ -55,6 +55,7 @@ class Operation:
         recompute_outputs: storages a further run allocates: ``outputs``, or a subset where the
             further run leaves a side effect out (batch-norm's statistics).
         fixed: why it may not run again; empty where it may.
+        outside: it happens outside the captured graph: the user's loss, the optimizer.
         optional: a forward operation that only recomputation needs (saving the generator's
             state); a schedule may leave it out.
         module_path: the module the tensor comes from, ``blocks.3.attn``.
@@ -70,6 +71,7 @@ class Operation:
     recompute_outputs: tuple[int, ...] = ()
     fixed: str = ""
     optional: bool = False
+    outside: bool = False
     kind: str = ""
     module_path: str = ""
     source: str = ""
@@ -158,22 +160,22 @@ class Problem:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of everything that decides which schedules are valid, names and costs left out.
+        """Digest of the captured graph: operators, sizes, connections.
 
-        Two captures of one model with equal shapes agree in it, on any machine.
+        Names, costs and what happens outside the graph are left out: two captures of one model
+        with equal shapes agree in it.
         """
-        digest = hashlib.sha256()
+        inside = [op for op in self.operations if not op.outside]
+        made = [s for op in inside for s in op.outputs]
         shape: dict[str, Any] = {
-            "barrier": self.barrier,
-            "storages": [s.size_bytes for s in self.storages],
+            "sizes": [(s, self.storages[s].size_bytes) for s in made],
             "operations": [
                 (op.kind, op.inputs, op.outputs, op.recompute_inputs, op.recompute_outputs)
-                for op in self.operations
+                for op in inside
             ],
-            "live": [sorted(self.live_at_barrier), sorted(self.live_at_end)],
         }
-        digest.update(json.dumps(shape, separators=(",", ":")).encode())
-        return digest.hexdigest()[:16]
+        text = json.dumps(shape, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     # ---------------------------------------------------------------- JSON
 

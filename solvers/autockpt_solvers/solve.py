@@ -8,12 +8,15 @@ from dataclasses import replace
 
 from autockpt_solvers.errors import InfeasibleBudget, SolverError
 from autockpt_solvers.memory import live_storages, simulate
-from autockpt_solvers.methods import METHODS, exhaustive, greedy, keep_all
+from autockpt_solvers.methods import METHODS, exhaustive, greedy, ilp, keep_all
 from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution, measured
 
 __all__ = ["solve"]
+
+# Binaries beyond which the integer program is out of reach.
+ILP_LIMIT = 150_000
 
 
 def solve(
@@ -94,7 +97,11 @@ def _auto(
         try:
             return exhaustive.solve(problem, budget_bytes, time_limit_s=time_limit_s / 2)
         except SolverError:
-            pass
+            pass  # too many states, or nothing fits
+    if ilp.program_size(problem) <= ILP_LIMIT:
+        say(f"integer program, up to {time_limit_s:.0f} s")
+        return ilp.solve(problem, budget_bytes, time_limit_s=time_limit_s)
+    say(f"greedy search, up to {time_limit_s:.0f} s")
     return greedy.solve(problem, budget_bytes, time_limit_s=time_limit_s)
 
 

@@ -6,7 +6,7 @@ the budget raises ``SolverError``.
 
 from __future__ import annotations
 
-from autockpt_solvers.methods import chen, exhaustive, greedy, keep_all
+from autockpt_solvers.methods import chen, exhaustive, greedy, ilp, keep_all
 
 __all__ = ["METHODS"]
 
@@ -14,5 +14,6 @@ METHODS = {
     "keep_all": keep_all.solve,
     "chen": chen.solve,
     "greedy": greedy.solve,
+    "ilp": ilp.solve,
     "exhaustive": exhaustive.solve,
 }

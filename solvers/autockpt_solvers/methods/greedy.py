@@ -32,7 +32,8 @@ BULK = 6
 class Choice:
     """Which storages are kept, and which stay once recomputed; with the schedule they make.
 
-    Mutable: :func:`descend` and :func:`put_back` change it move by move.
+    Mutable: :func:`descend` and :func:`put_back` change it move by move. ``lowest`` is the lowest
+    peak on the way and its backward order.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Choice:
         self.order = self.order_of(self.kept, self.held)
         self.peak: Peak = liveness.peak(self.order, budget_bytes)
         self.kept &= self.peak.kept
+        self.lowest = (self.peak.peak_bytes, self.order)
 
     def order_of(self, kept: Set[int], held: Set[int]) -> list[int]:
         """Return the backward order of other decisions."""
@@ -65,6 +67,8 @@ class Choice:
         self.kept ^= {s for what, s in flips if what == "kept"}
         self.held ^= {s for what, s in flips if what == "held"}
         self.order, self.peak = order, peak
+        if peak.peak_bytes < self.lowest[0]:
+            self.lowest = (peak.peak_bytes, order)
         # Kept in name only, read by nobody: forget it, or the next flip is judged wrongly.
         self.kept &= peak.kept
 
@@ -141,7 +145,7 @@ def _ranked(choice: Choice, over: int) -> list[tuple[float, Flips, int]]:
     sizes = [storage.size_bytes for storage in problem.storages]
     running = set(choice.order)
     ranked: list[tuple[float, Flips, int]] = []
-    for storage in choice.peak.resident:
+    for storage in sorted(choice.liveness.resident(choice.order, choice.peak)):
         if not demand.may_recompute[storage] or not sizes[storage]:
             continue
         if storage not in choice.kept:

@@ -1,0 +1,55 @@
+"""Ahead: a plan for a model that does not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from autockpt.module import Handle, as_tuple, require_trainable
+from autockpt.planning import options_of
+from autockpt_solvers.plan import Plan
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | None,
+    budget: int | str | None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    optimizer: Optimizer | None = None,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    keep: Sequence[str] = (),
+    recompute: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Return the plan that ``optimize`` would make for these inputs. Runs no step.
+
+    The operations are measured one by one on the model's device; the model is not changed.
+
+    Args:
+        model: the model to train.
+        example_inputs: positional arguments of a training forward.
+        budget: as in :func:`autockpt.optimize`.
+        example_kwargs: keyword arguments of a training forward.
+        optimizer: the optimizer of the training loop, to count what it allocates.
+        solver: ``"auto"`` or the name of a method.
+        time_limit: seconds to search for a schedule.
+        keep: patterns of module paths whose results are not recomputed.
+        recompute: patterns of module paths whose inner results are not kept.
+        progress: called with a line of text now and then.
+
+    Raises:
+        BudgetError, InfeasibleBudget, CaptureError, InputError, PinError: as ``optimize``.
+    """
+    options = options_of(
+        budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute
+    )
+    require_trainable(model)
+    handle = Handle(model, options, optimizer, progress)
+    return handle.plan_now(as_tuple(example_inputs), dict(example_kwargs or {}))

@@ -1,0 +1,77 @@
+"""Given: a saved plan, applied to a step captured now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autockpt_solvers.errors import PlanMismatch
+from autockpt_solvers.memory import simulate
+from autockpt_solvers.plan import Plan
+from autockpt_solvers.problem import Problem
+from autockpt_solvers.schedule import Schedule, free_early
+
+__all__ = ["transfer"]
+
+
+def transfer(
+    given: Plan,
+    problem: Problem,
+    budget_bytes: int | None,
+    stages: Mapping[str, float],
+    origin: Mapping[str, str],
+) -> Plan:
+    """Return a plan for ``problem`` with the schedule of a given plan.
+
+    What happens outside the captured graph may differ: it is taken as it is now.
+
+    Raises:
+        PlanMismatch: the plan was made for another graph, or its peak breaks the budget.
+    """
+    if given.problem.fingerprint != problem.fingerprint:
+        raise PlanMismatch(
+            f"the plan was made for another step: {_difference(given.problem, problem)}. "
+            "Plan again for this model, these input shapes and this version of torch."
+        )
+    schedule = _transferred(given, problem)
+    peak = simulate(problem, schedule).peak_bytes
+    limit = budget_bytes if budget_bytes is not None else given.budget_bytes
+    if limit is not None and peak > limit:
+        raise PlanMismatch(
+            f"the plan's peak is {peak:,} bytes on this step, over the budget of {limit:,} bytes. "
+            "Plan again with this budget."
+        )
+    return Plan(
+        problem,
+        schedule,
+        limit,
+        solver=given.solver,
+        solve_time_s=given.solve_time_s,
+        # Measured anew, costs differ a little; the given bound stays one in the given costs only.
+        lower_bound_s=min(given.lower_bound_s, simulate(problem, schedule).extra_ns / 1e9)
+        if given.problem.baseline_cost_ns == problem.baseline_cost_ns
+        else 0.0,
+        minimum_bytes=given.minimum_bytes,
+        stages_s=dict(stages),
+        origin={**origin, "plan": "given"},
+    )
+
+
+def _transferred(given: Plan, problem: Problem) -> Schedule:
+    """The schedule with what happens outside the graph as it is now: it stands at the end."""
+    last = max(i for i, op in enumerate(problem.operations) if not op.outside)
+    backward = [i for i in given.schedule.backward_computes if i <= last]
+    tail = [i for i in problem.backward if i > last]
+    return free_early(problem, given.schedule.forward_computes, [*backward, *tail])
+
+
+def _difference(planned: Problem, captured: Problem) -> str:
+    if len(planned.operations) != len(captured.operations):
+        return f"{len(planned.operations)} operations there, {len(captured.operations)} here"
+    for mine, theirs in zip(planned.operations, captured.operations, strict=True):
+        if mine.kind != theirs.kind:
+            return f"{mine.name} is {mine.kind} there and {theirs.kind} here"
+        for a, b in zip(mine.outputs, theirs.outputs, strict=False):
+            there, here = planned.storages[a].size_bytes, captured.storages[b].size_bytes
+            if there != here:
+                return f"{mine.name} makes {there:,} bytes there and {here:,} bytes here"
+    return "operations are connected in another way"

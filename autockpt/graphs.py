@@ -1,0 +1,196 @@
+"""Graphs: the compiled steps of one model, what was learned about each, and its plan.
+
+The first step of a graph runs under a plan made from a guess of what the user does around it: what
+the loss allocates, which outputs are kept, which of them the backward starts from. The step is
+watched, and where it differs from the guess the plan is made again before the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autockpt import _torch
+from autockpt.capture import Capture
+from autockpt.device import Device
+from autockpt.formulate import Around
+from autockpt.on_demand import backward_on_demand
+from autockpt.planning import Made
+from autockpt.tangents import tensors
+from autockpt_solvers.plan import Plan
+
+__all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a graph before it is compiled.
+
+    Attributes:
+        around: what the step allocates outside it.
+        absent: tangents that do not arrive; None where it is not known.
+        plan: a plan made before, to be used again; None where one is to be made.
+        settled: whether a step was watched, so that nothing is guessed.
+    """
+
+    around: Around
+    absent: frozenset[int] | None = None
+    plan: Plan | None = None
+    settled: bool = False
+
+
+def graph_key(joint: _torch.JointGraph) -> str:
+    """Return a digest of a joint graph: equal graphs of one model agree in it."""
+    digest = hashlib.sha256()
+    for node in joint.module.graph.nodes:
+        shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors(node)]
+        digest.update(repr((node.name, str(node.target), shapes)).encode())
+    return digest.hexdigest()
+
+
+def guessed(captured: Capture, around: Around) -> tuple[Around, Around]:
+    """Return what the user's loss costs at most, as far as one can guess, and at least.
+
+    A cross entropy makes two more tensors of the outputs' size beside their gradients.
+    """
+    outside = 0
+    for position, tangent in enumerate(captured.joint.tangents):
+        value = tensors(tangent)[0]
+        if position not in captured.absent and value.numel() > 1:
+            outside += value.untyped_storage().nbytes()
+    most = replace(around, loss_bytes=2 * outside)
+    least = replace(around, loss_bytes=0, released=(True,) * len(captured.outputs))
+    return most, least if outside or len(captured.outputs) > 1 else most
+
+
+def saved_placeholders(backward: fx.GraphModule, captured: Capture) -> tuple[fx.Node, ...]:
+    """Return a backward graph's placeholders of saved values: those before the tangents."""
+    joint = captured.joint
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    return tuple(placeholders[: len(placeholders) - len(joint.tangents) - len(joint.backward_seeds)])
+
+
+class Graph(_torch.Watch):
+    """One compiled graph of a model: its plan, and the watch over its first step.
+
+    Attributes:
+        key: what it is known by.
+        joint: the joint graph as torch handed it over.
+        captured: the step as captured.
+        around: what the plan takes to happen outside the graph.
+        made: its plan.
+        saved: placeholders of what the forward saves, in order.
+        settled: whether a step has been watched.
+        found: after a watched step, what was found: the ``Around`` and the absent tangents.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        joint: _torch.JointGraph,
+        captured: Capture,
+        known: Known,
+        made: Made,
+        device: Device,
+    ) -> None:
+        self.key = key
+        self.joint = joint
+        self.captured = captured
+        self.around = known.around
+        self.made = made
+        self.device = device
+        self.saved: tuple[fx.Node, ...] = ()
+        self.settled = known.settled
+        self.found: tuple[Around, frozenset[int]] | None = None
+        self._tracker: _torch.AllocationTracker | None = None
+        self._outputs: list[_torch.StorageWeakRef | None] = []
+        self._ran = False
+        self._others: dict[frozenset[int], Callable[[list[Any]], Any]] = {}
+
+    def known(self) -> Known:
+        """Return what is known of this graph, for compiling it again."""
+        return Known(self.around, self.captured.absent, self.made.plan, self.settled)
+
+    # -------------------------------------------------------------- running
+
+    def forward_ends(self, outputs: Sequence[Any]) -> None:
+        """Remember the user's outputs by weak references."""
+        if self.settled:
+            return
+        self._ran = True
+        user = outputs[: len(self.captured.outputs)]
+        self._outputs = [
+            _torch.StorageWeakRef(value.untyped_storage())
+            if isinstance(value, torch.Tensor) and own
+            else None
+            for value, own in zip(user, self.captured.outputs, strict=True)
+        ]
+
+    def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the backward that fits the tangents that have arrived."""
+        count = len(self.captured.joint.tangents)
+        end = len(args) - len(self.captured.joint.backward_seeds)
+        absent = frozenset(i for i in range(count) if args[end - count + i] is None)
+        if not self.settled:
+            self._read_counter(args[end - count : end], absent)
+        if absent == self.captured.absent:
+            gradients = run(args)
+        else:
+            if absent not in self._others:
+                self._others[absent] = _torch.boxed(
+                    backward_on_demand(self.joint, absent, self.saved)
+                )
+            gradients = self._others[absent](args)
+        if not self.settled:
+            self._see_outputs()
+        return gradients
+
+    # -------------------------------------------------------------- watching the first step
+
+    def watch_loss(self) -> None:
+        """Begin to count what the user's loss allocates, where this graph's forward just ran.
+
+        A loss inside the graph leaves a single number behind, and nothing worth counting.
+        """
+        ran, self._ran = self._ran, False
+        outside = any(tensors(t)[0].numel() > 1 for t in self.captured.joint.tangents)
+        if ran and outside and self._tracker is None and self.found is None:
+            self._tracker = _torch.AllocationTracker(self.device.round_up)
+            self._tracker.__enter__()
+
+    def stop_watching(self) -> bool:
+        """Leave the counting mode where it is the innermost; return whether it is left."""
+        if self._tracker is None:
+            return True
+        self._tracker.active = False
+        if not self._tracker.is_innermost():
+            return False
+        self._tracker.__exit__(None, None, None)
+        self._tracker = None
+        return True
+
+    def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:
+        loss_bytes = 0
+        if self._tracker is not None:
+            self._tracker.active = False
+            arrived = sum(
+                self.device.round_up(t.untyped_storage().nbytes())
+                for t in tangents
+                if t is not None
+            )
+            loss_bytes = max(0, self._tracker.peak_bytes - arrived)
+        self.found = (replace(self.around, loss_bytes=loss_bytes, released=None), absent)
+
+    def _see_outputs(self) -> None:
+        assert self.found is not None
+        around, absent = self.found
+        released = tuple(ref is not None and ref.expired() for ref in self._outputs)
+        if any(released):
+            around = replace(around, released=released)
+        self.found = (around, absent)
+        self._outputs = []

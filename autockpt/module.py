@@ -1,0 +1,406 @@
+"""The module: a model whose training forwards run under a plan, and otherwise is as it was.
+
+``optimize`` works as ``torch.nn.Module.compile`` does: it sets the callable behind the model's
+call. Class, parameters, keys and hooks stay as they are; what is added hangs on one handle,
+``model.autockpt``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from autockpt import _torch
+from autockpt.capture import Capture, capture, read_joint, traced, training
+from autockpt.device import device_of
+from autockpt.formulate import Around
+from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
+from autockpt.planning import (
+    Made,
+    Options,
+    budget_of,
+    make_plan,
+    no_limit,
+    options_of,
+    smallest,
+)
+from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
+from autockpt.rewrite import rewrite
+from autockpt_solvers.errors import AutockptError, CaptureError, InfeasibleBudget, InputError
+from autockpt_solvers.minimum import minimum
+from autockpt_solvers.plan import Plan
+
+__all__ = ["Handle", "as_tuple", "optimize", "require_trainable", "restore"]
+
+_SHORT_CUTS = ("plan",)
+
+
+def optimize(
+    model: nn.Module,
+    budget: int | str | None,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    optimizer: Optimizer | None = None,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    backend: str = "eager",
+    keep: Sequence[str] = (),
+    recompute: Sequence[str] = (),
+    plan: str | Path | Plan | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Fit the training of ``model`` into a memory budget and return the same model.
+
+    The model is planned at its first training forward, or now where ``example_inputs`` are given,
+    and again when a forward's inputs have new shapes. Its forwards in ``eval()`` or under
+    ``no_grad`` run as before.
+
+    Args:
+        model: the model to train; it stays the same object, of the same class.
+        budget: bound on the peak of bytes allocated on the device during a training step:
+            parameters, buffers, inputs, activations, temporaries, gradients, and the optimizer's
+            state and step where ``optimizer`` is given. An int in bytes, ``"40GB"`` (10^9),
+            ``"40GiB"`` (2^30), ``"80%"`` of the device's memory, or None for no limit.
+        example_inputs: positional arguments of a forward, to plan now.
+        example_kwargs: keyword arguments of a forward, to plan now.
+        optimizer: the optimizer of the training loop, to count what it allocates.
+        solver: ``"auto"`` or the name of a method.
+        time_limit: seconds to search for a schedule.
+        backend: what runs the operations; ``"eager"`` is the one there is.
+        keep: patterns of module paths (``"blocks.*.attn"``) whose results are not recomputed.
+        recompute: patterns of module paths whose inner results are not kept.
+        plan: a plan, or the file of one, to use instead of searching.
+        progress: called with a line of text now and then while planning.
+
+    Raises:
+        BudgetError: the budget is none of the accepted forms.
+        InfeasibleBudget: no schedule fits (at once with ``example_inputs``, else from the first
+            training forward); it says which budget is met.
+        CaptureError: the forward cannot be captured as one graph.
+        InputError: the inputs do not fit the forward.
+        PlanMismatch: ``plan`` was made for another model or other shapes.
+        PinError: a pattern matches nothing.
+    """
+    require_trainable(model)
+    if backend != "eager":
+        raise ValueError(f"backend={backend!r} is unknown; there is 'eager'.")
+    options = options_of(
+        budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute, given=plan
+    )
+    handle = Handle(model, options, optimizer, progress)
+    if example_inputs is not None or example_kwargs is not None:
+        handle.plan_now(as_tuple(example_inputs), dict(example_kwargs or {}))
+    restore(model)
+    handle.attach()
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo :func:`optimize`: the model runs as it did before. Returns the model."""
+    handle = vars(model).get("autockpt")
+    if isinstance(handle, Handle):
+        handle.detach()
+    return model
+
+
+class Handle:
+    """What ``optimize`` adds to a model; it stands at ``model.autockpt``.
+
+    It is called in the place of the model's forward. A copy or a pickle of the model takes its
+    handle along, with the options and without the compiled graphs: it plans again.
+
+    Attributes:
+        plan: the plan of the graph that ran or was planned last; None before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        optimizer: Optimizer | None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.optimizer = optimizer
+        self.progress = progress
+        self.plan: Plan | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._compiled: Callable[..., Any] | None = None
+        self._known: dict[str, Known] = {}
+        self._graphs: list[Graph] = []
+        self._inputs: Any = None
+        self._started = 0.0
+
+    # -------------------------------------------------------------- on and off the model
+
+    def attach(self) -> None:
+        """Set this handle behind the model's call."""
+        self.model.__dict__["_compiled_call_impl"] = self
+        self.model.__dict__["autockpt"] = self
+        self._show(self.plan)
+
+    def detach(self) -> None:
+        """Take this handle off the model."""
+        for graph in self._graphs:
+            graph.stop_watching()
+        for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
+            if name in _SHORT_CUTS and not self._may_show(name):
+                continue
+            self.model.__dict__.pop(name, None)
+        self._forget()
+
+    def _may_show(self, name: str) -> bool:
+        """A short cut never hides what the model's class or the user defines by that name."""
+        taken = hasattr(type(self.model), name) or name in self.model._modules
+        taken = taken or name in self.model._parameters or name in self.model._buffers
+        value = self.model.__dict__.get(name)
+        return not taken and (value is None or isinstance(value, Plan))
+
+    def _show(self, plan: Plan | None) -> None:
+        self.plan = plan
+        if self._may_show("plan"):
+            self.model.__dict__["plan"] = plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "options": self.options, "plan": self.plan}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The model is being rebuilt around this handle; nn.Module drops its compiled callable
+        # when it is pickled or copied.
+        self.model = state["model"]
+        self.options = state["options"]
+        self.optimizer = None
+        self.progress = None
+        self.plan = state["plan"]
+        self._forget()
+        self.model.__dict__["_compiled_call_impl"] = self
+
+    # -------------------------------------------------------------- calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward: under its plan where it trains, plainly elsewhere."""
+        model = self.model
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        if not all(graph.stop_watching() for graph in self._graphs):
+            return model._call_impl(*args, **kwargs)
+        try:
+            self._inputs = (args, kwargs)
+            self._revise()
+            if self._compiled is None:
+                self._compiled = _torch.compile_forward(model, self._partition)
+            self._started = time.perf_counter()
+            output = traced(model, self._compiled, args, kwargs)
+        except AutockptError:
+            # Nothing fails silently, and no failure leaves the model changed.
+            self.detach()
+            raise
+        finally:
+            self._inputs = None
+        _torch.keep_missing_gradients(output)
+        for graph in self._graphs:
+            graph.watch_loss()
+        return output
+
+    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Plan a training forward with these inputs, without running the model."""
+        self._inputs = (args, kwargs)
+        self._started = time.perf_counter()
+
+        def use(joint: _torch.JointGraph) -> Plan:
+            key = graph_key(joint)
+            captured, known, made = self._planned(joint, key)
+            self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
+            return made.plan
+
+        try:
+            with training(self.model):
+                self.plan = capture(self.model, args, kwargs, use)
+        finally:
+            self._inputs = None
+        return self.plan
+
+    # -------------------------------------------------------------- planning
+
+    def _partition(
+        self, joint: _torch.JointGraph
+    ) -> tuple[fx.GraphModule, fx.GraphModule, _torch.Watch]:
+        key = graph_key(joint)
+        captured, known, made = self._planned(joint, key)
+        started = time.perf_counter()
+        forward, backward = rewrite(made.formulation, made.plan.schedule)
+        stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
+        made = Made(replace(made.plan, stages_s=stages), made.formulation)
+        graph = Graph(key, joint, captured, known, made, device_of(_device(self.model)))
+        graph.saved = saved_placeholders(backward, captured)
+        self._graphs.append(graph)
+        self._show(made.plan)
+        return forward, backward, graph
+
+    def _planned(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
+        """Plan a joint graph with what is known of it, or with a guess at what is not."""
+        known = self._known.get(key)
+        captured = read_joint(joint, known.absent if known is not None else None)
+        if known is None:
+            return captured, *self._guessed(captured)
+        return captured, known, self._make(captured, known.around, known.plan)
+
+    def _guessed(self, captured: Capture) -> tuple[Known, Made]:
+        most, least = guessed(captured, self._around())
+        try:
+            return Known(most), self._make(captured, most)
+        except InfeasibleBudget:
+            if least == most or not self._fits(captured, least):
+                raise
+        # It may fit, depending on what the user's loss allocates. The first step shows it; until
+        # then the smallest peak there is.
+        unlimited = replace(self.options, budget=None, solver="auto")
+        made = self._make(captured, most, options=unlimited)
+        budget_bytes = budget_of(self.options, device_of(_device(self.model)))
+        return Known(most), smallest(made, budget_bytes)
+
+    def _make(
+        self,
+        captured: Capture,
+        around: Around,
+        given: Plan | None = None,
+        options: Options | None = None,
+    ) -> Made:
+        options = options or self.options
+        if given is not None:
+            options = replace(options, given=given)
+        elif options.given is not None and self._graphs:
+            # The user's plan is for one input shape; others are planned within its budget.
+            budget = options.budget if options.budget is not None else options.given.budget_bytes
+            options = replace(options, given=None, budget=budget)
+        return make_plan(
+            captured,
+            around,
+            options,
+            device_of(_device(self.model)),
+            model_name=type(self.model).__name__,
+            capture_s=time.perf_counter() - self._started,
+            progress=self.progress,
+        )
+
+    def _fits(self, captured: Capture, around: Around) -> bool:
+        budget_bytes = budget_of(self.options, device_of(_device(self.model)))
+        unlimited = replace(self.options, budget=None, solver="auto", given=None)
+        made = self._make(captured, around, options=unlimited)
+        smallest_peak = minimum(made.formulation.problem).peak_bytes
+        return budget_bytes is None or smallest_peak <= budget_bytes
+
+    def _around(self) -> Around:
+        """What is there during the step that is about to run."""
+        device = device_of(_device(self.model))
+        optimizer = OptimizerMemory()
+        if self.optimizer is not None:
+            optimizer = optimizer_memory(self.optimizer, device)
+        return Around(
+            resident_bytes=resident_bytes(self.model, self._inputs, device)
+            + optimizer.state_bytes,
+            gradients_exist=_has_gradients(self.model),
+            optimizer_bytes=optimizer.step_bytes,
+        )
+
+    # -------------------------------------------------------------- after the first step
+
+    def _revise(self) -> None:
+        """Plan again what turned out to be other than guessed."""
+        for graph in self._graphs:
+            if graph.settled or graph.found is None:
+                continue
+            around, absent = graph.found
+            if _has_gradients(self.model) and not around.gradients_exist:
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                device = device_of(_device(self.model))
+                around = replace(
+                    around,
+                    gradients_exist=True,
+                    resident_bytes=around.resident_bytes + distinct_bytes(gradients, device),
+                )
+            graph.settled = True
+            if self._revised(graph, around, absent):
+                # Dynamo compiles again; what is known of each graph spares the rest.
+                for other in self._graphs:
+                    self._known.setdefault(other.key, other.known())
+                self._graphs, self._compiled = [], None
+                return
+
+    def _revised(self, graph: Graph, around: Around, absent: frozenset[int]) -> bool:
+        """Make a graph's plan true to a watched step; return whether its code must change."""
+        self._started = time.perf_counter()
+        if absent != graph.captured.absent:
+            self._known[graph.key] = Known(around, absent, settled=True)
+            return True
+        if around == graph.around:
+            return False
+        same = self._make(graph.captured, around, graph.made.plan, options=no_limit(self.options))
+        budget_bytes = budget_of(self.options, device_of(_device(self.model)))
+        cheapest = same.plan.extra_time_s == 0
+        fits = budget_bytes is None or same.plan.peak_bytes <= budget_bytes
+        made = same if cheapest and fits else self._make(graph.captured, around)
+        if made.plan.schedule == same.plan.schedule:
+            graph.around = around
+            graph.made = Made(replace(same.plan, budget_bytes=budget_bytes), same.formulation)
+            self._show(graph.made.plan)
+            return False
+        self._known[graph.key] = Known(around, absent, made.plan, settled=True)
+        return True
+
+
+# ------------------------------------------------------------------ small questions to a model
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    return any(p.grad is not None for p in model.parameters())
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Check that there is something to train, on a device that can be measured.
+
+    Raises:
+        InputError: ``model`` is no module.
+        CaptureError: nothing in it requires a gradient, or it lives on an unknown device.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a torch.nn.Module is needed, not a {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise CaptureError(
+            f"{type(model).__name__} has no parameter that requires a gradient, so there is "
+            "nothing to train. Set requires_grad on the parameters to be trained."
+        )
+    device_of(_device(model))
+
+
+def as_tuple(inputs: Any) -> tuple[Any, ...]:
+    """Return example inputs as the tuple of positional arguments.
+
+    Raises:
+        InputError: they are none.
+    """
+    if inputs is None:
+        return ()
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs)
+    raise InputError(
+        f"example_inputs is the tuple of positional arguments, not {type(inputs).__name__}; "
+        "pass keyword arguments as example_kwargs."
+    )

@@ -1,0 +1,227 @@
+"""Planning: from a captured step to a plan, and the same for a model that has not run.
+
+One planning is profile → formulate → solve; what decides it beside the capture stands in
+:class:`Options` and in :class:`autockpt.formulate.Around`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from autockpt.budget import parse_budget
+from autockpt.capture import Capture
+from autockpt.device import Device
+from autockpt.formulate import Around, Formulation, formulate
+from autockpt.given import transfer
+from autockpt.pins import Pins
+from autockpt.profile import profile
+from autockpt.replay import state_bytes
+from autockpt_solvers.errors import InfeasibleBudget
+from autockpt_solvers.methods import METHODS
+from autockpt_solvers.minimum import minimum
+from autockpt_solvers.plan import Plan
+from autockpt_solvers.problem import Problem
+from autockpt_solvers.solve import solve
+
+__all__ = ["Made", "Options", "budget_of", "make_plan", "no_limit", "options_of", "smallest"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, checked.
+
+    Attributes:
+        budget: as the user wrote it; it is read against the device's memory.
+        solver: ``"auto"`` or the name of a method.
+        time_limit_s: time to search for a schedule.
+        pins: what to keep and to recompute.
+        given: a plan to use instead of searching.
+    """
+
+    budget: int | str | None
+    solver: str = "auto"
+    time_limit_s: float = 60.0
+    pins: Pins = field(default_factory=Pins)
+    given: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and the formulation whose operations its schedule names."""
+
+    plan: Plan
+    formulation: Formulation
+
+
+def options_of(
+    budget: int | str | None,
+    *,
+    solver: str,
+    time_limit: float,
+    keep: Sequence[str],
+    recompute: Sequence[str],
+    given: str | Path | Plan | None = None,
+) -> Options:
+    """Return checked options.
+
+    Raises:
+        BudgetError: the budget is none of the accepted forms.
+        SolverError, ValueError: an option has no meaning.
+    """
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        parse_budget(budget, total_bytes=1 << 62)
+    else:
+        parse_budget(budget, total_bytes=None)
+    if solver != "auto" and solver not in METHODS:
+        raise ValueError(f"solver={solver!r} is unknown; there are auto, {', '.join(METHODS)}.")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit={time_limit!r} must be a number of seconds above 0.")
+    for option, patterns in (("keep", keep), ("recompute", recompute)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
+    loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
+    return Options(
+        budget, solver, float(time_limit), Pins(tuple(keep), tuple(recompute)), loaded
+    )
+
+
+# ------------------------------------------------------------------ a plan for a captured step
+
+
+def make_plan(
+    captured: Capture,
+    around: Around,
+    options: Options,
+    device: Device,
+    *,
+    model_name: str,
+    capture_s: float,
+    progress: Callable[[str], None] | None = None,
+) -> Made:
+    """Return the best plan found for a captured step.
+
+    Args:
+        captured: the step.
+        around: what the step allocates outside the captured graph.
+        options: what the user asked for.
+        device: where to measure.
+        model_name: for the plan's origin.
+        capture_s: how long the capture took, for the report.
+        progress: called with a line of text now and then.
+
+    Raises:
+        InfeasibleBudget: no schedule fits.
+        PlanMismatch: the given plan was made for another step, or does not fit the budget.
+        PinError: a pin cannot be applied.
+    """
+    say = progress or (lambda line: None)
+    budget_bytes = budget_of(options, device)
+    started = time.perf_counter()
+    say(f"captured {len(captured.operations)} operations in {capture_s:.1f} s; measuring them")
+    figures = profile(captured, device, progress=progress)
+    measured = time.perf_counter()
+    say(f"measured {figures.distinct} distinct operations in {measured - started:.1f} s; solving")
+    formulation = formulate(
+        captured,
+        figures,
+        around,
+        pins=options.pins,
+        state_bytes=state_bytes(device.kind),
+        name=model_name,
+    )
+    problem = formulation.problem
+    stages = {"capture": capture_s, "profile": measured - started}
+    origin = _origin(model_name, figures.device)
+    if options.given is not None:
+        made = transfer(options.given, problem, budget_bytes, stages, origin)
+        return Made(made, formulation)
+    try:
+        solution = solve(
+            problem,
+            budget_bytes,
+            method=options.solver,
+            time_limit_s=options.time_limit_s,
+            progress=progress,
+        )
+    except InfeasibleBudget as error:
+        raise _explained(error, options, formulation) from None
+    stages["solve"] = solution.solve_time_s
+    say(f"solved in {solution.solve_time_s:.1f} s with {solution.method}")
+    return Made(
+        Plan(
+            problem,
+            solution.schedule,
+            budget_bytes,
+            solver=solution.method,
+            solve_time_s=solution.solve_time_s,
+            lower_bound_s=solution.lower_bound_ns / 1e9,
+            stages_s=stages,
+            origin=origin,
+        ),
+        formulation,
+    )
+
+
+def budget_of(options: Options, device: Device) -> int | None:
+    """Return the budget in bytes."""
+    return parse_budget(options.budget, total_bytes=device.total_bytes)
+
+
+def no_limit(options: Options) -> Options:
+    """Return the options without a budget."""
+    return replace(options, budget=None, solver="auto", given=None)
+
+
+def smallest(made: Made, budget_bytes: int | None) -> Made:
+    """Return the plan with the smallest peak for the same step."""
+    found = minimum(made.formulation.problem)
+    plan = replace(
+        made.plan,
+        schedule=found.schedule,
+        budget_bytes=budget_bytes,
+        solver="minimum",
+        minimum_bytes=found.peak_bytes,
+    )
+    return Made(plan, made.formulation)
+
+
+def _explained(
+    error: InfeasibleBudget, options: Options, formulation: Formulation
+) -> InfeasibleBudget:
+    """The error with the pins named where they are what makes the budget infeasible."""
+    hint = error.hint
+    if options.pins:
+        free = minimum(_without_pins(formulation.problem))
+        if free.peak_bytes <= error.budget_bytes:
+            pins = [f"keep={p!r}" for p in options.pins.keep]
+            pins += [f"recompute={p!r}" for p in options.pins.recompute]
+            hint = (
+                f"The pins make it infeasible: without {', '.join(pins)} "
+                f"{free.peak_bytes:,} bytes are enough."
+            )
+    return InfeasibleBudget(error.budget_bytes, error.minimum_bytes, error.tensors, hint)
+
+
+def _without_pins(problem: Problem) -> Problem:
+    storages = tuple(replace(s, keepable=True) for s in problem.storages)
+    operations = tuple(
+        replace(op, recompute_inputs=op.inputs, recompute_outputs=op.outputs, fixed="")
+        if op.fixed.startswith("pinned by keep")
+        else op
+        for op in problem.operations
+    )
+    return replace(problem, storages=storages, operations=operations)
+
+
+def _origin(model_name: str, device: str) -> dict[str, str]:
+    try:
+        own = version("autockpt")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        own = "unknown"
+    return {"autockpt": own, "torch": torch.__version__, "device": device, "model": model_name}

@@ -1,0 +1,119 @@
+"""Tangents: the gradients a backward starts from, and the graph without those that never arrive.
+
+A language model returns a loss and logits; the user's ``loss.backward()`` starts from the loss. The
+joint graph has a tangent for both, and AOTAutograd would fill the missing one with zeros: memory
+and time that eager does not spend, and zero gradients where eager leaves None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from autockpt._torch import JointGraph, fake_mode_of
+
+__all__ = ["assumed_absent", "tensors", "without_tangents"]
+
+aten = torch.ops.aten
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """Return the (fake) tensors a node's value holds, in order."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [v for v in value if isinstance(v, torch.Tensor)]
+    return []
+
+
+def assumed_absent(joint: JointGraph) -> frozenset[int]:
+    """Return the positions of the tangents that a step is taken not to start from.
+
+    Where exactly one differentiable output is a single number, that is the loss.
+    """
+    scalars = [i for i, t in enumerate(joint.tangents) if tensors(t)[0].numel() == 1]
+    if len(scalars) != 1:
+        return frozenset()
+    return frozenset(range(len(joint.tangents))) - set(scalars)
+
+
+def without_tangents(joint: JointGraph, absent: Collection[int]) -> JointGraph:
+    """Return a copy of the joint graph in which the absent tangents are taken as nothing.
+
+    A backward is linear in its tangents, so a node all of whose gradients are nothing is
+    nothing too, and a sum with nothing is its other part. Where another operator joins nothing with
+    something, nothing becomes zeros.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(joint.module.graph, copies, return_output_node=True)
+    assert isinstance(result, tuple)
+    values, old_output = result
+    output = graph.output(values)
+    output.meta = dict(old_output.meta)
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    module = fx.GraphModule(joint.module, graph)
+
+    def moved(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(copies[i] if isinstance(i, fx.Node) else i for i in items)
+
+    tangents = moved(joint.tangents)
+    nothing = {tangents[i] for i in absent}
+    gradients = set(tangents)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not any(i in gradients for i in inputs):
+            continue
+        gradients.add(node)
+        empty = [i for i in inputs if i in nothing]
+        if not empty:
+            continue
+        there = [i for i in inputs if i in gradients and i not in nothing]
+        if not there:
+            nothing.add(node)
+        elif node.target is aten.add.Tensor and len(there) == 1 and not node.kwargs:
+            node.replace_all_uses_with(there[0])
+            replaced[node] = there[0]
+        else:
+            for old in empty:
+                node.replace_input_with(old, _zeros(graph, module, node, old))
+
+    def there_or_none(value: Any) -> Any:
+        while isinstance(value, fx.Node) and value in replaced:
+            value = replaced[value]
+        return None if isinstance(value, fx.Node) and value in nothing else value
+
+    backward = tuple(there_or_none(v) for v in moved(joint.backward_outputs))
+    return dataclasses.replace(
+        joint,
+        module=module,
+        primals=moved(joint.primals),
+        tangents=tangents,
+        forward_seeds=moved(joint.forward_seeds),
+        backward_seeds=moved(joint.backward_seeds),
+        forward_outputs=moved(joint.forward_outputs),
+        backward_outputs=backward,
+        backward_descriptors=tuple(joint.backward_descriptors),
+        mutated=moved(joint.mutated),
+    )
+
+
+def _zeros(graph: fx.Graph, module: fx.GraphModule, before: fx.Node, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    with graph.inserting_before(before):
+        zeros = graph.call_function(
+            aten.zeros.default,
+            (list(value.shape),),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    with fake_mode_of(module):
+        zeros.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    zeros.meta["partitioner_tag"] = "is_backward"
+    return zeros

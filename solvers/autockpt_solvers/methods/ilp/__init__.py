@@ -1,0 +1,275 @@
+"""The exact stage-indexed integer program, for problems of up to a few hundred operations.
+
+A greedy schedule starts it, the relaxation with closure cuts bounds it, HiGHS solves it, and where
+it does not close in time a window search goes on from its best answer. The bound it proves covers
+all schedules that run the forward once (:mod:`autockpt_solvers.methods.ilp.program`); the
+schedules it looks for recompute each operation at most once between two backward operations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autockpt_solvers.errors import SolverError
+from autockpt_solvers.highs import MipProcess
+from autockpt_solvers.liveness import Liveness
+from autockpt_solvers.methods import greedy, keep_all
+from autockpt_solvers.methods.ilp.instage import add_row, depth_first
+from autockpt_solvers.methods.ilp.program import StageProgram
+from autockpt_solvers.methods.ilp.stages import Stages
+from autockpt_solvers.methods.ilp.window_search import improve
+from autockpt_solvers.on_demand import Demand, stage_schedule
+from autockpt_solvers.problem import Problem
+from autockpt_solvers.solution import CLOSED_GAP, Solution, measured
+
+__all__ = ["program_size", "solve"]
+
+
+def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 60.0) -> Solution:
+    """Return the cheapest schedule found, with its proved bound.
+
+    Raises:
+        SolverError: no schedule was found within the budget and the time.
+    """
+    started = time.perf_counter()
+    if budget_bytes is None:
+        return keep_all.solve(problem, None)
+    search = _Search(problem, budget_bytes, started, time_limit_s)
+    search.run()
+    if search.order is None:
+        raise SolverError(
+            f"ilp finds no schedule within {budget_bytes:,} bytes"
+            + (": it proves that there is none." if search.infeasible else " in its time limit.")
+        )
+    return measured(
+        problem,
+        stage_schedule(problem, search.order),
+        budget_bytes=budget_bytes,
+        method="ilp",
+        started=started,
+        lower_bound_ns=search.lower_bound_ns(),
+    )
+
+
+def program_size(problem: Problem) -> int:
+    """Return the number of binaries that the program of a problem has."""
+    stages = Stages(Liveness(Demand(problem)))
+    return sum(len(runs) for runs in stages.runs) + sum(last + 1 for last in stages.last_stage)
+
+
+@dataclass
+class _Search:
+    """One solve: the best order so far and what is proved."""
+
+    problem: Problem
+    budget_bytes: int
+    started: float
+    time_limit_s: float
+
+    def __post_init__(self) -> None:
+        self.deadline = self.started + self.time_limit_s
+        self.liveness = Liveness(Demand(self.problem))
+        self.order: list[int] | None = None
+        self.extra_ns = 0
+        self.peak_bytes = 0
+        self.bound_ns = 0.0
+        self.infeasible = False
+        # The program's own budget: a few bytes less where HiGHS's tolerances let too much pass.
+        self.aim_bytes = self.budget_bytes
+        self.rows: set[tuple[int, int]] = set()
+        self.promoted: frozenset[int] = frozenset()
+
+    # ---------------------------------------------------------------- what is known
+
+    def accept(self, order: Sequence[int]) -> bool:
+        """Take an order over if it fits and costs less, or the same at a lower peak."""
+        peak = self.liveness.peak(order)
+        if peak.peak_bytes > self.budget_bytes:
+            return False
+        if self.order is None or (peak.extra_ns, peak.peak_bytes) < (
+            self.extra_ns,
+            self.peak_bytes,
+        ):
+            self.order = list(order)
+            self.extra_ns, self.peak_bytes = peak.extra_ns, peak.peak_bytes
+        return True
+
+    def prove(self, bound: float, program: StageProgram) -> None:
+        """Note a bound, unless the program leaves out schedules that the bound must cover."""
+        if not self.rows and self.aim_bytes == self.budget_bytes and math.isfinite(bound):
+            self.bound_ns = max(self.bound_ns, bound * program.cost_unit)
+
+    def lower_bound_ns(self) -> int:
+        """Return the proved bound in whole nanoseconds, minus the solver's tolerance."""
+        bound = math.ceil(self.bound_ns * (1 - 1e-6) - 1e-3)
+        # Within the tolerance of what was found it is what was found.
+        if self.extra_ns < bound <= self.extra_ns * (1 + 1e-6) + 1:
+            return self.extra_ns
+        return max(bound, 0)
+
+    @property
+    def closed(self) -> bool:
+        """Whether what was found is as good as what is proved."""
+        gap = self.extra_ns - self.lower_bound_ns()
+        return self.order is not None and gap <= CLOSED_GAP * self.problem.baseline_cost_ns / 2
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left."""
+        return self.deadline - time.perf_counter()
+
+    # ---------------------------------------------------------------- the search
+
+    def run(self) -> None:
+        """Search until closed or out of time."""
+        try:
+            start = greedy.solve(
+                self.problem, self.budget_bytes, time_limit_s=0.2 * self.time_limit_s
+            )
+        except SolverError:
+            pass
+        else:
+            self.accept(start.schedule.backward_computes)
+        program: StageProgram | None = None
+        while self.left_s > 0 and not self.closed:
+            if program is None:
+                program = self._build()
+                if program is None:
+                    return
+                continue
+            start_point = None if self.order is None else program.point(self.order)
+            with MipProcess(program.program) as process:
+                result = process.solve(
+                    time_limit_s=self.left_s * (0.6 if self.order is not None else 0.9),
+                    relative_gap=self._relative_gap(),
+                    start=start_point,
+                )
+            self.prove(result.bound, program)
+            if result.status == "infeasible":
+                self.infeasible = not self.rows and self.aim_bytes == self.budget_bytes
+                return
+            if result.values is None:
+                return
+            order = program.order(list(result.values))
+            if self.accept(order) or self.accept(depth_first(program.stages, order)):
+                if result.status == "optimal":
+                    return
+                break
+            program = self._refine(program, order)
+        if program is not None and self.order is not None and not self.closed and self.left_s > 0.5:
+            point = program.point(self.order)
+            if point is not None:
+                goal = (self.bound_ns + CLOSED_GAP * self.problem.baseline_cost_ns / 2)
+                improve(
+                    program,
+                    point,
+                    self.accept,
+                    deadline=self.deadline,
+                    goal=goal / program.cost_unit,
+                )
+
+    def _relative_gap(self) -> float:
+        """Return the relative gap at which the search may stop: a hundredth of a per cent of the
+        step, seen from the objective."""
+        worth = CLOSED_GAP / 2 * self.problem.baseline_cost_ns
+        return min(1e-2, max(1e-7, worth / self.extra_ns)) if self.extra_ns else 1e-6
+
+    def _build(self) -> StageProgram | None:
+        """Return the program with closure cuts, operations that its relaxation overlooks promoted.
+
+        None where nothing is left to search.
+        """
+        deadline = time.perf_counter() + 0.4 * self.left_s
+        for _ in range(3):
+            program = StageProgram(Stages(self.liveness, self.promoted), self.aim_bytes)
+            starts = {end: k for k, end in enumerate(program.stages.ends)}
+            for index, end in sorted(self.rows):
+                if end in starts and (index, starts[end]) in program.runs:
+                    add_row(program, index, starts[end])
+            result = program.relax(deadline=deadline)
+            self.prove(result.bound, program)
+            if result.status == "infeasible":
+                self.infeasible = not self.rows and self.aim_bytes == self.budget_bytes
+                return None
+            if self.closed:
+                return None
+            if result.values is None:
+                break
+            more = self._overlooked(program, result.values)
+            if not more:
+                break
+            self.promoted |= more
+        return program
+
+    def _overlooked(self, program: StageProgram, values: Sequence[float]) -> frozenset[int]:
+        """Return backward operations inside stages at which a relaxation breaks the budget."""
+        stages = program.stages
+        during, _ = self.liveness.backward_bytes
+        more: set[int] = set()
+        first = 0
+        for k, end in enumerate(stages.ends):
+            inside = range(first, end)
+            first = end + 1
+            if not inside:
+                continue
+            resident = sum(
+                group.size_bytes * values[program.resident[g, k]]
+                for g, group in enumerate(stages.groups)
+                if (g, k) in program.resident
+            )
+            worst = max(inside, key=lambda offset: during[offset])
+            if resident + during[worst] > self.budget_bytes * (1 + 1e-6):
+                more.add(worst)
+        return frozenset(more) - self.promoted
+
+    def _refine(self, program: StageProgram, order: list[int]) -> StageProgram | None:
+        """Return the program that no longer allows an order that breaks the budget.
+
+        None: it has to be built anew.
+        """
+        barrier = self.problem.barrier
+        levels = self.liveness.levels(order)
+        broken = [p for p, level in enumerate(levels) if level > self.budget_bytes]
+        ends = program.stages.ends
+        more: set[int] = set()
+        rows: set[tuple[int, int]] = set()
+        offset = len(self.problem.operations) - barrier
+        stage_of = {}
+        for position in range(len(order) - 1, -1, -1):
+            if order[position] >= barrier:
+                offset = order[position] - barrier
+            stage_of[position] = offset
+        for position in broken:
+            end = stage_of[position]
+            if order[position] < barrier:
+                rows.add((order[position], end))
+                # Recomputations may also run earlier in the stage.
+                before = max((e for e in ends if e < end), default=-1)
+                more.update(range(before + 1, end))
+            elif end not in ends:
+                more.add(end)
+        more -= self.promoted | set(ends)
+        rows -= self.rows
+        if not more and not rows:
+            # Only the solver's tolerances are left: aim lower by what it let pass.
+            over = self.liveness.peak(order).peak_bytes - self.budget_bytes
+            if over > 1e-3 * self.budget_bytes:
+                raise SolverError(
+                    f"ilp overlooks {over:,} bytes in its own answer. This is a bug; please "
+                    "report it."
+                )
+            self.aim_bytes -= over
+            return None
+        self.promoted |= more
+        self.rows |= rows
+        if more:
+            return None
+        starts = {end: k for k, end in enumerate(ends)}
+        for index, end in sorted(rows):
+            add_row(program, index, starts[end])
+        return program
+
+

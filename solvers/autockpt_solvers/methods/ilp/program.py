@@ -1,0 +1,315 @@
+"""The stage-indexed integer program with closure cuts.
+
+Checkmate (Jain et al. 2020, arXiv:1910.02653) on the joint graph. Binaries: ``S[g, k]``, group g
+is resident right behind the operation that ends stage k - 1 (k = 0: at the barrier); ``R[i, k]``, operation i runs again in stage k. Minimise the time of
+the runs subject to
+
+1. ``S[g, k] <= S[g, k-1] + R[maker(g), k-1]``: what is resident was resident or made;
+2. ``R[i, k] <= S[g, k] + R[maker(g), k]`` for each input g of i;
+3. ``S[g, k] + R[maker(g), k] >= 1`` where the end of stage k reads g;
+4. memory while the end of each stage runs, and during the forward.
+
+**What its bound covers.** Each schedule that runs every forward operation once before the barrier,
+recomputes at any position behind it, in any order and any number of times, gives a point of this
+program that costs no more: ``R`` says whether an operation runs at all in a stage, ``S`` what is
+truly resident. Backward operations inside a stage have no memory row, and recomputations have
+none (:mod:`autockpt_solvers.methods.ilp.instage` adds those lazily, for schedules in the
+forward's order only; a bound from before that holds for all schedules). Where an answer breaks
+the budget at an operation inside a stage, that operation is *promoted* to end a stage of its own.
+
+**Closure cuts.** With ``T[i] = 1`` if i runs again in stage k0 or later: ``T[i] <= sum R[i, k]``,
+``T[maker(g)] + S[g, k0] >= 1`` if stage k0 or later reads g, and ``T[i] <= S[g, k0] + T[maker(g)]``
+for each input. Without them the relaxation recomputes in slices of a few per cent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from autockpt_solvers.highs import INFINITY, LpResult, Program, solve_lp
+from autockpt_solvers.methods.ilp.stages import Stages
+from autockpt_solvers.on_demand import optional_operations
+
+__all__ = ["StageProgram"]
+
+
+class StageProgram:
+    """The program of one problem at one budget, growing by cuts.
+
+    Attributes:
+        program: the rows and columns.
+        runs: column of ``R[i, k]``.
+        resident: column of ``S[g, k]``.
+        optional: column that says whether an optional operation is run, where that costs.
+        later: for each stage with closure cuts the columns ``T[i]``.
+        alive: columns of the in-stage rows; see :mod:`autockpt_solvers.methods.ilp.instage`.
+        memory_stage: for each memory row the stage start whose residents it bounds.
+        cost_unit: nanoseconds per unit of the objective.
+        byte_unit: bytes per unit of the memory rows.
+    """
+
+    def __init__(self, stages: Stages, budget_bytes: int) -> None:
+        self.stages = stages
+        self.budget_bytes = budget_bytes
+        problem = stages.problem
+        self.program = Program()
+        # Unscaled nanoseconds and bytes gave false optima: tolerances are absolute.
+        candidates = set().union(*stages.runs) if stages.runs else set()
+        total = sum(problem.operations[i].cost_ns for i in candidates)
+        self.cost_unit = max(total, 1) / 1000
+        self.byte_unit = max(budget_bytes - problem.resident_bytes, 1) / 1000
+        self.runs: dict[tuple[int, int], int] = {}
+        self.resident: dict[tuple[int, int], int] = {}
+        self.optional: dict[int, int] = {}
+        self.later: dict[int, dict[int, int]] = {}
+        self.alive: dict[tuple[int, int, int], int] = {}
+        self.memory_stage: dict[int, int] = {}
+        self._columns()
+        self._dependencies()
+        self._memory()
+
+    # ---------------------------------------------------------------- the basic program
+
+    def _columns(self) -> None:
+        stages, problem, program = self.stages, self.stages.problem, self.program
+        for k, runs in enumerate(stages.runs):
+            for index in sorted(runs):
+                cost = problem.operations[index].cost_ns / self.cost_unit
+                self.runs[index, k] = program.variable(cost)
+        for g, group in enumerate(stages.groups):
+            forced = stages.forced(g)
+            for k in range(stages.last_stage[g] + 1):
+                column = program.variable()
+                self.resident[g, k] = column
+                if k < forced:
+                    program.lower[column] = 1.0
+                elif k == 0 and not group.may_keep:
+                    program.upper[column] = 0.0
+        for g, group in enumerate(stages.groups):
+            if not problem.operations[group.producer].optional or (g, 0) not in self.resident:
+                continue
+            for index in sorted(optional_operations(problem, group.storages)):
+                cost = problem.operations[index].cost_ns / self.cost_unit
+                if cost == 0:
+                    continue
+                if index not in self.optional:
+                    self.optional[index] = program.variable(cost)
+                program.row([(self.resident[g, 0], 1), (self.optional[index], -1)], upper=0)
+
+    def _made(self, g: int, k: int) -> list[tuple[int, float]]:
+        """Return ``-R[maker(g), k]`` where that may be run."""
+        group = self.stages.groups[g]
+        column = self.runs.get((group.producer, k)) if group.again else None
+        return [] if column is None else [(column, -1.0)]
+
+    def _had(self, g: int, k: int) -> list[tuple[int, float]]:
+        """Return ``-S[g, k]`` where that exists."""
+        column = self.resident.get((g, k))
+        return [] if column is None else [(column, -1.0)]
+
+    def _dependencies(self) -> None:
+        stages, program = self.stages, self.program
+        for (g, k), column in self.resident.items():
+            if k:
+                program.row([(column, 1), *self._had(g, k - 1), *self._made(g, k - 1)], upper=0)
+        for (index, k), column in self.runs.items():
+            for g in stages.inputs[index]:
+                program.row([(column, 1), *self._had(g, k), *self._made(g, k)], upper=0)
+        for k, wanted in enumerate(stages.uses):
+            for g in wanted:
+                program.row(
+                    [(c, -v) for c, v in (*self._had(g, k), *self._made(g, k))], lower=1
+                )
+
+    def memory_row(self, constant: int, terms: dict[int, int]) -> int:
+        """Add ``constant + terms <= budget``, in bytes."""
+        return self.program.row(
+            [(column, size / self.byte_unit) for column, size in terms.items() if size],
+            upper=(self.budget_bytes - constant) / self.byte_unit,
+        )
+
+    def _memory(self) -> None:
+        stages, liveness = self.stages, self.stages.liveness
+        problem, groups = stages.problem, stages.groups
+        during, _ = liveness.backward_bytes
+        for k, end in enumerate(stages.ends):
+            wanted = set(stages.uses[k])
+            constant = during[end] + sum(groups[g].size_bytes for g in wanted)
+            terms = {
+                self.resident[g, k + 1]: group.size_bytes
+                for g, group in enumerate(groups)
+                if g not in wanted and (g, k + 1) in self.resident
+            }
+            self.memory_stage[self.memory_row(constant, terms)] = k + 1
+        # Forward: rows whose constant no later row exceeds; a later row has more terms.
+        highest = -1
+        forward = liveness.forward_bytes
+        for index in reversed(problem.forward):
+            op = problem.operations[index]
+            if op.optional:
+                continue
+            if int(forward[index]) <= highest:
+                continue
+            highest = int(forward[index])
+            terms = {
+                self.resident[g, 0]: group.size_bytes
+                for g, group in enumerate(groups)
+                if group.forward_end < index and not group.at_barrier and (g, 0) in self.resident
+            }
+            self.memory_stage[self.memory_row(highest, terms)] = 0
+
+    # ---------------------------------------------------------------- cuts
+
+    def close(self, k0: int) -> None:
+        """Add the closure cuts for the stages from ``k0`` on."""
+        if k0 in self.later:
+            return
+        stages, program = self.stages, self.program
+        columns: dict[int, list[int]] = {}
+        for (index, k), column in self.runs.items():
+            if k >= k0:
+                columns.setdefault(index, []).append(column)
+        later = {index: program.variable(integer=False) for index in sorted(columns)}
+        self.later[k0] = later
+        read = {g for wanted in stages.uses[k0:] for g in wanted}
+        for index, column in later.items():
+            program.row([(column, 1), *((c, -1.0) for c in columns[index])], upper=0)
+            for g in stages.outputs[index]:
+                if g in read and (g, k0) in self.resident:
+                    program.row([(column, 1), (self.resident[g, k0], 1)], lower=1)
+            for g in stages.inputs[index]:
+                terms = [(column, 1.0), *self._had(g, k0)]
+                maker = stages.groups[g].producer
+                if stages.groups[g].again and maker in later:
+                    terms.append((later[maker], -1.0))
+                program.row(terms, upper=0)
+
+    def relax(self, *, deadline: float, rounds: int = 4, per_round: int = 3) -> LpResult:
+        """Return the relaxation, with cuts added where the memory rows bind."""
+        self.close(0)
+        best = LpResult("stopped", None, None, -INFINITY)
+        for number in range(rounds):
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                break
+            result = solve_lp(self.program, time_limit_s=left)
+            if result.status == "infeasible":
+                return result
+            if result.bound > best.bound or result.values is not None:
+                best = LpResult(
+                    result.status, result.values, result.duals, max(result.bound, best.bound)
+                )
+            if result.duals is None or number == rounds - 1:
+                break
+            weight: dict[int, float] = {}
+            for row, k in self.memory_stage.items():
+                dual = abs(float(result.duals[row]))
+                if dual > 1e-7 and k not in self.later and k < len(self.stages.ends):
+                    weight[k] = weight.get(k, 0.0) + dual
+            if not weight:
+                break
+            for k in sorted(weight, key=lambda stage: -weight[stage])[:per_round]:
+                self.close(k)
+        return best
+
+    # ---------------------------------------------------------------- between points and schedules
+
+    def order(self, values: Sequence[float]) -> list[int]:
+        """Return the backward order of an integer point, without runs that nobody needs."""
+        problem, stages = self.stages.problem, self.stages
+        barrier = problem.barrier
+        chosen: dict[int, list[int]] = {}
+        for (index, k), column in self.runs.items():
+            if values[column] > 0.5:
+                chosen.setdefault(stages.ends[k], []).append(index)
+        order: list[int] = []
+        for offset in range(len(problem.operations) - barrier):
+            order.extend(sorted(chosen.get(offset, ())))
+            order.append(barrier + offset)
+        return needed_runs(stages, order)
+
+    def point(self, order: Sequence[int]) -> list[float] | None:
+        """Return the values of the columns for a backward order; None where it has none.
+
+        An order that runs an operation twice in one stage is not a point of the program.
+        """
+        stages, barrier = self.stages, self.stages.problem.barrier
+        values = list(self.program.lower)
+        stage_of: dict[int, int] = {}
+        k = 0
+        for offset in range(len(stages.liveness.demand.reads)):
+            stage_of[offset] = k
+            if k < len(stages.ends) and stages.ends[k] == offset:
+                k += 1
+        pending: list[int] = []
+        seen: set[tuple[int, int]] = set()
+        for index in order:
+            if index < barrier:
+                pending.append(index)
+                continue
+            for run in pending:
+                key = (run, stage_of[index - barrier])
+                if key not in self.runs or key in seen:
+                    return None
+                seen.add(key)
+                values[self.runs[key]] = 1.0
+            pending.clear()
+        need: set[int] = set()
+        starts = {end: k + 1 for k, end in enumerate(stages.ends)}
+        for index in reversed(order):
+            start = starts.get(index - barrier) if index >= barrier else None
+            if start is not None:
+                self._set_resident(values, need, start)
+            for g in stages.outputs.get(index, ()) if index < barrier else ():
+                need.discard(g)
+            if index < barrier:
+                need.update(stages.inputs[index])
+            else:
+                reads = stages.liveness.demand.reads[index - barrier]
+                need.update(stages.group_of[s] for s in reads if s in stages.group_of)
+        self._set_resident(values, need, 0)
+        for g, group in enumerate(stages.groups):
+            if g in need and stages.problem.operations[group.producer].optional:
+                for index in optional_operations(stages.problem, group.storages):
+                    if index in self.optional:
+                        values[self.optional[index]] = 1.0
+        for k0, later in self.later.items():
+            for (index, stage), column in self.runs.items():
+                if stage >= k0 and values[column] > 0.5:
+                    values[later[index]] = 1.0
+        for (g, k, reader), column in self.alive.items():
+            columns = [
+                self.runs[index, k]
+                for index in stages.groups[g].readers
+                if index >= reader and (index, k) in self.runs
+            ]
+            if (g, k + 1) in self.resident:
+                columns.append(self.resident[g, k + 1])
+            values[column] = max(values[c] for c in columns)
+        return values
+
+    def _set_resident(self, values: list[float], need: set[int], start: int) -> None:
+        for g in need:
+            column = self.resident.get((g, start))
+            if column is not None:
+                values[column] = 1.0
+
+
+def needed_runs(stages: Stages, order: Sequence[int]) -> list[int]:
+    """Return a backward order without the recomputations whose outputs nobody reads."""
+    barrier = stages.problem.barrier
+    need: set[int] = set()
+    kept: list[int] = []
+    for index in reversed(order):
+        if index < barrier:
+            outputs = stages.outputs[index]
+            if need.isdisjoint(outputs):
+                continue
+            need.difference_update(outputs)
+            need.update(stages.inputs[index])
+        else:
+            reads = stages.liveness.demand.reads[index - barrier]
+            need.update(stages.group_of[s] for s in reads if s in stages.group_of)
+        kept.append(index)
+    return kept[::-1]

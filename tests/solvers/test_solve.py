@@ -1,0 +1,105 @@
+"""One door: every answer is valid, within its budget, and no better than what is proved."""
+
+import pytest
+from random_problems import budgets, random_problem
+
+from autockpt_solvers import (
+    METHODS,
+    InfeasibleBudget,
+    Outcome,
+    SolverError,
+    lower_bound,
+    minimum,
+    simulate,
+    solve,
+)
+from autockpt_solvers.methods import exhaustive
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_every_answer_is_valid_and_within_the_budget(method):
+    answers = 0
+    for seed in range(60):
+        problem = random_problem(seed, most=6 if method == "exhaustive" else 14)
+        if method == "exhaustive" and not exhaustive.fits(problem):
+            continue
+        smallest = minimum(problem).peak_bytes
+        for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
+            try:
+                found = solve(problem, budget, method=method, time_limit_s=10)
+            except SolverError:
+                assert method not in ("auto", "exhaustive")
+                continue
+            trace = simulate(problem, found.schedule)
+            assert (trace.peak_bytes, trace.extra_ns) == (found.peak_bytes, found.extra_ns)
+            assert found.peak_bytes <= budget
+            assert 0 <= found.lower_bound_ns <= found.extra_ns
+            answers += 1
+    assert answers > 60
+
+
+def test_bounds_are_below_the_cheapest_schedule_there_is():
+    proved = 0
+    for seed in range(150):
+        problem = random_problem(seed)
+        smallest = minimum(problem).peak_bytes
+        for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
+            best = exhaustive.solve(problem, budget)
+            bound = lower_bound(problem, budget)
+            assert bound <= best.extra_ns
+            proved += bound > 0
+            assert solve(problem, budget, method="greedy").extra_ns >= best.extra_ns
+    assert proved > 100
+
+
+def test_cost_falls_and_peak_rises_with_the_budget():
+    for seed in range(80):
+        problem = random_problem(seed)
+        smallest = minimum(problem).peak_bytes
+        largest = solve(problem, None).peak_bytes
+        answers = [solve(problem, b) for b in range(smallest, largest + 1)]
+        for tighter, looser in zip(answers, answers[1:], strict=False):
+            assert tighter.extra_ns >= looser.extra_ns
+            assert tighter.peak_bytes <= looser.peak_bytes
+
+
+def test_nothing_is_recomputed_where_the_budget_suffices():
+    for seed in range(50):
+        problem = random_problem(seed, most=12)
+        free = solve(problem, None)
+        again = solve(problem, free.peak_bytes)
+        assert again.method == "keep_all"
+        assert again.extra_ns == free.extra_ns
+        if all(s.keepable for s in problem.storages):
+            assert free.extra_ns == 0
+            assert free.outcome is Outcome.OPTIMAL
+
+
+def test_unknown_method_names_those_there_are():
+    with pytest.raises(SolverError, match=r"no method is called 'magic'.*greedy"):
+        solve(random_problem(0), 100, method="magic")
+
+
+def test_a_method_that_cannot_do_it_says_so():
+    problem = random_problem(3, most=30)
+    while exhaustive.fits(problem):
+        problem = random_problem(hash(problem.name) % 1000, most=30)
+    with pytest.raises(SolverError, match="stops at 8 operations"):
+        solve(problem, None, method="exhaustive")
+
+
+def test_infeasible_budget_whatever_the_method():
+    problem = random_problem(1)
+    for method in ("auto", *METHODS):
+        with pytest.raises(InfeasibleBudget):
+            solve(problem, 1, method=method)
+
+
+def test_progress_says_what_is_tried():
+    lines = []
+    problem = random_problem(5, most=20)
+    while exhaustive.fits(problem):
+        problem = random_problem(problem.resident_bytes + 6, most=20)
+    budget = (minimum(problem).peak_bytes + solve(problem, None).peak_bytes) // 2
+    solve(problem, budget, progress=lines.append)
+    assert any("program" in line for line in lines)
