@@ -47,6 +47,7 @@ __all__ = [
     "allocation_events",
     "boxed",
     "capture_failure",
+    "compiled_nodes",
     "compile_forward",
     "fake_mode_of",
     "getitem_index",
@@ -62,6 +63,7 @@ __all__ = [
     "storage_key",
     "tensor_leaves",
     "user_error",
+    "when_released",
 ]
 
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
@@ -242,18 +244,40 @@ def _watched_backward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable
     return call
 
 
-def keep_missing_gradients(output: Any) -> None:
-    """Let the backward behind a compiled forward's output get None for gradients that are none.
+def compiled_nodes(output: Any) -> list[Any]:
+    """Return the autograd nodes of the compiled functions that made a forward's output.
+
+    Views that AOTAutograd takes again outside the graph stand on top of them.
+    """
+    found: list[Any] = []
+    for leaf in tensor_leaves(output):
+        node: Any = leaf.grad_fn
+        while node is not None and not hasattr(node, "set_materialize_grads"):
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None and not any(node is other for other in found):
+            found.append(node)
+    return found
+
+
+def keep_missing_gradients(node: Any) -> None:
+    """Let a compiled function's backward get None for gradients that do not arrive.
 
     Autograd fills them with zeros unless the function object is told otherwise.
     """
-    for leaf in tree_leaves(output):
-        node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
-        while node is not None and not hasattr(node, "set_materialize_grads"):
-            # A view that AOTAutograd takes again outside the graph stands on top.
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is not None:
-            node.set_materialize_grads(False)
+    node.set_materialize_grads(False)
+
+
+class _Farewell:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+
+    def __del__(self) -> None:
+        self.call()
+
+
+def when_released(node: Any, call: Callable[[], Any]) -> None:
+    """Call ``call`` once the autograd node is released: its graph is gone."""
+    node.autockpt_farewell = _Farewell(call)
 
 
 @contextlib.contextmanager
@@ -457,6 +481,11 @@ class AllocationTracker(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._outside: dict[int, StorageWeakRef] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """It changes nothing that operators do: compiling under it is safe."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -212,7 +212,7 @@ class _Builder:
             s
             for tangent in capture.joint.tangents
             for s in capture.lives_in[tangent]
-            if tensors(tangent)[0].dim() == 0
+            if s >= 0 and tensors(tangent)[0].dim() == 0
         }
         problem = Problem(
             storages=tuple(self.storages),
@@ -370,7 +370,10 @@ class _Builder:
     def _loss(self) -> None:
         """The user's loss: reads the outputs, makes their gradients."""
         tangents = tuple(
-            s for tangent in self.capture.joint.tangents for s in self.capture.lives_in[tangent]
+            s
+            for tangent in self.capture.joint.tangents
+            for s in self.capture.lives_in[tangent]
+            if s >= 0
         )
         outputs = {s for own in self.capture.outputs for s in own if self._forward(s)}
         self.operations.append(

@@ -152,8 +152,12 @@ class Graph(_torch.Watch):
 
     # -------------------------------------------------------------- watching the first step
 
-    def watch_loss(self) -> None:
+    def watch_loss(self, node: Any) -> None:
         """Begin to count what the user's loss allocates, where this graph's forward just ran.
+
+        Counting ends when the backward begins. The counting mode is left at the next forward or,
+        where that comes first, when the autograd graph behind ``node`` is released: inside the
+        backward it cannot be, since autograd puts the modes back when it returns.
 
         A loss inside the graph leaves a single number behind, and nothing worth counting.
         """
@@ -162,6 +166,7 @@ class Graph(_torch.Watch):
         if ran and outside and self._tracker is None and self.found is None:
             self._tracker = _torch.AllocationTracker(self.device.round_up)
             self._tracker.__enter__()
+            _torch.when_released(node, self.stop_watching)
 
     def stop_watching(self) -> bool:
         """Leave the counting mode where it is the innermost; return whether it is left."""

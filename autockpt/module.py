@@ -208,9 +208,10 @@ class Handle:
             raise
         finally:
             self._inputs = None
-        _torch.keep_missing_gradients(output)
-        for graph in self._graphs:
-            graph.watch_loss()
+        for node in _torch.compiled_nodes(output):
+            _torch.keep_missing_gradients(node)
+            for graph in self._graphs:
+                graph.watch_loss(node)
         return output
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:

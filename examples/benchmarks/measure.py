@@ -228,7 +228,8 @@ def step_function(
     kwargs = dict(kwargs or {})
 
     def step() -> None:
-        loss_of(call(*args, **kwargs)).backward()
+        output = call(*args, **kwargs)  # held through the backward, as a training loop does
+        loss_of(output).backward()
         if optimizer is not None:
             optimizer.step()
         for parameter in model.parameters():

@@ -11,6 +11,7 @@ reports every better solution and bound as it comes, and is killed when the time
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import subprocess
@@ -21,13 +22,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import highspy
+import highspy  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LpResult", "MipProcess", "MipResult", "Program", "solve_lp"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "Floats",
+    "LpResult",
+    "MipProcess",
+    "MipResult",
+    "Program",
+    "run_mip",
+    "safe_bound",
+    "solve_lp",
+]
 
 Floats = NDArray[np.float64]
 INFINITY = float("inf")
@@ -259,7 +272,7 @@ class MipProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._messages: queue.Queue[Any] = queue.Queue()
 
-    def __enter__(self) -> MipProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -276,10 +289,8 @@ class MipProcess:
             self._child.kill()
             for pipe in (self._child.stdin, self._child.stdout):
                 if pipe is not None:
-                    try:
+                    with contextlib.suppress(OSError):  # what the child never read
                         pipe.close()
-                    except OSError:
-                        pass  # what the child never read
             self._child.wait()
             self._child = None
 
@@ -346,9 +357,7 @@ class MipProcess:
                 stdout=subprocess.PIPE,
             )
             self._messages = queue.Queue()
-            threading.Thread(
-                target=_read, args=(self._child, self._messages), daemon=True
-            ).start()
+            threading.Thread(target=_read, args=(self._child, self._messages), daemon=True).start()
             assert self._child.stdin is not None
             pickle.dump(self._arrays, self._child.stdin)
             self._child.stdin.flush()

@@ -264,9 +264,7 @@ class Liveness:
         schedule = stage_schedule(problem, list(order))
         trace = simulate(problem, schedule)
         computes = [
-            s.operation
-            for s in schedule.steps[: trace.peak_step + 1]
-            if isinstance(s, Compute)
+            s.operation for s in schedule.steps[: trace.peak_step + 1] if isinstance(s, Compute)
         ]
         behind = BARRIER in schedule.steps[: trace.peak_step + 1]
         forward = len(schedule.forward_computes)

@@ -123,4 +123,5 @@ def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
             low = level
         if best[0] - low <= max(1, bound // 1000) or time.perf_counter() > deadline:
             break
+    assert best is not None
     return best[1]

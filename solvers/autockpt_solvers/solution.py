@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from autockpt_solvers.errors import SolverError
@@ -11,7 +12,7 @@ from autockpt_solvers.memory import simulate
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Schedule
 
-__all__ = ["Outcome", "Solution", "measured"]
+__all__ = ["Outcome", "Solution", "measured", "whole_ns", "with_bound"]
 
 # A gap below this share of the step is noise of the cost measurements; it counts as closed.
 CLOSED_GAP = 1e-4
@@ -80,18 +81,36 @@ def measured(
             f"{method} finds no schedule within {budget_bytes:,} bytes; its smallest peak here is "
             f"{trace.peak_bytes:,} bytes. Use method='auto', or raise the budget."
         )
-    if lower_bound_ns > trace.extra_ns:
-        raise SolverError(
-            f"{method} claims that no schedule costs less than {lower_bound_ns:,} ns and returns "
-            f"one that costs {trace.extra_ns:,} ns. This is a bug; please report it."
-        )
-    closed = trace.extra_ns - lower_bound_ns <= CLOSED_GAP * problem.baseline_cost_ns
-    return Solution(
+    solution = Solution(
         schedule=schedule,
         extra_ns=trace.extra_ns,
         peak_bytes=trace.peak_bytes,
-        lower_bound_ns=lower_bound_ns,
+        lower_bound_ns=0,
         method=method,
         solve_time_s=time.perf_counter() - started,
-        outcome=Outcome.OPTIMAL if closed else Outcome.FEASIBLE,
+        outcome=Outcome.FEASIBLE,
     )
+    return with_bound(problem, solution, lower_bound_ns)
+
+
+def with_bound(problem: Problem, solution: Solution, lower_bound_ns: int) -> Solution:
+    """Return a solution with a proved bound and the outcome that follows from it.
+
+    Raises:
+        SolverError: the solution beats the bound.
+    """
+    if lower_bound_ns > solution.extra_ns:
+        raise SolverError(
+            f"{solution.method}: no schedule is said to cost less than {lower_bound_ns:,} ns, but "
+            f"one costs {solution.extra_ns:,} ns: a bug; please report it."
+        )
+    closed = solution.extra_ns - lower_bound_ns <= CLOSED_GAP * problem.baseline_cost_ns
+    outcome = Outcome.OPTIMAL if closed else Outcome.FEASIBLE
+    return replace(solution, lower_bound_ns=lower_bound_ns, outcome=outcome)
+
+
+def whole_ns(bound_ns: float) -> int:
+    """Return a bound on a whole number of nanoseconds, less the solver's relative tolerance."""
+    if not math.isfinite(bound_ns):
+        return 0
+    return max(0, math.ceil(bound_ns * (1 - 1e-6) - 1e-3))

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from autockpt_solvers.bounds import lower_bound
 from autockpt_solvers.errors import InfeasibleBudget, SolverError
 from autockpt_solvers.memory import live_storages, simulate
 from autockpt_solvers.methods import METHODS, exhaustive, greedy, ilp, keep_all
 from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.solution import Solution, measured
+from autockpt_solvers.solution import Outcome, Solution, measured, with_bound
 
 __all__ = ["solve"]
 
@@ -83,7 +84,13 @@ def solve(
             method="minimum",
             started=started,
         )
-    return _checked(problem, budget_bytes, replace(found, solve_time_s=time.perf_counter() - started))
+    found = _checked(problem, budget_bytes, found)
+    if found.outcome is not Outcome.OPTIMAL and found.lower_bound_ns == 0:
+        say("proving a bound")
+        left_s = started + time_limit_s - time.perf_counter()
+        bound = lower_bound(problem, budget_bytes, time_limit_s=max(left_s, 0.1 * time_limit_s))
+        found = with_bound(problem, found, bound)
+    return replace(found, solve_time_s=time.perf_counter() - started)
 
 
 def _auto(
@@ -110,9 +117,9 @@ def _checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Sol
     trace = simulate(problem, found.schedule)
     claimed = (found.extra_ns, found.peak_bytes)
     if claimed != (trace.extra_ns, trace.peak_bytes):
-        raise SolverError(f"{found.method} misstates its schedule. This is a bug; please report it.")
+        raise SolverError(f"{found.method} misstates its schedule: a bug; please report it.")
     if budget_bytes is not None and trace.peak_bytes > budget_bytes:
-        raise SolverError(f"{found.method} breaks the budget. This is a bug; please report it.")
+        raise SolverError(f"{found.method} breaks the budget: a bug; please report it.")
     return found
 
 

@@ -104,19 +104,20 @@ def random_problem(seed: int, *, most: int = 6) -> Problem:
             following = make(f"g{op.name}")
             operations.append(
                 Operation(
-                    f"c{op.name}", (gradient,), (following,), cost_ns=1, fixed="a backward operation"
+                    f"c{op.name}",
+                    (gradient,),
+                    (following,),
+                    cost_ns=1,
+                    fixed="a backward operation",
                 )
             )
             gradient = following
     live_at_end.add(gradient)
     makers = {s: op for op in operations for s in op.recompute_outputs}
-    pinned = {
-        s for s in makers if s not in live_at_barrier and rng.random() < 0.05
-    }
+    pinned = {s for s in makers if s not in live_at_barrier and rng.random() < 0.05}
     return Problem(
         storages=tuple(
-            Storage(s.name, s.size_bytes, keepable=i not in pinned)
-            for i, s in enumerate(storages)
+            Storage(s.name, s.size_bytes, keepable=i not in pinned) for i, s in enumerate(storages)
         ),
         operations=tuple(operations),
         barrier=barrier,

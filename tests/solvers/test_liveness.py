@@ -3,13 +3,13 @@
 import random
 
 import pytest
-from random_problems import random_problem
 
 from autockpt_solvers import simulate
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.memory import live_storages
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.schedule import Compute
+from random_problems import random_problem
 
 
 @pytest.mark.parametrize("block", range(10))

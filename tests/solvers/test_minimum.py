@@ -1,11 +1,11 @@
 """The minimum is the smallest peak there is, and planning at it succeeds."""
 
 import pytest
-from random_problems import random_problem
 
 from autockpt_solvers import InfeasibleBudget, minimum, simulate, solve
 from autockpt_solvers.methods import exhaustive
 from autockpt_solvers.minimum import unavoidable_bytes
+from random_problems import random_problem
 
 
 def test_no_schedule_peaks_lower_on_small_problems():

@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from random_problems import random_problem
 
 from autockpt_solvers import Operation, Problem, SolverError, Storage, simulate
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
+from random_problems import random_problem
 
 
 def chain(length):
@@ -25,9 +25,7 @@ def chain(length):
     ]
     storages.append(Storage("gradient", 1))
     operations.append(Operation("gradient", (length - 1,), (length,), cost_ns=1))
-    return Problem(
-        tuple(storages), tuple(operations), length, live_at_end=frozenset({length})
-    )
+    return Problem(tuple(storages), tuple(operations), length, live_at_end=frozenset({length}))
 
 
 def test_every_choice_gives_a_valid_schedule():
@@ -47,8 +45,11 @@ def test_held_storages_are_recomputed_once():
         problem = random_problem(seed)
         demand = Demand(problem)
         order = on_demand(demand, set())
-        single = [i for i in order if i < problem.barrier and
-                  len(problem.operations[i].recompute_outputs) == 1]
+        single = [
+            i
+            for i in order
+            if i < problem.barrier and len(problem.operations[i].recompute_outputs) == 1
+        ]
         assert len(single) == len(set(single))
 
 

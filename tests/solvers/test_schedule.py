@@ -1,7 +1,6 @@
 """free_early frees at once, and the simulator names what is wrong with a schedule."""
 
 import pytest
-from random_problems import random_problem
 
 from autockpt_solvers import (
     BARRIER,
@@ -15,6 +14,7 @@ from autockpt_solvers import (
     free_early,
     simulate,
 )
+from random_problems import random_problem
 
 PROBLEM = Problem(
     storages=(Storage("x", 8, keepable=False), Storage("loss", 4), Storage("grad", 8)),
@@ -78,7 +78,7 @@ def test_free_early_leaves_nothing_that_nobody_reads():
             earlier = position - 1
             while isinstance(steps[earlier], Free):
                 earlier -= 1
-            moved = steps[:earlier] + [step] + steps[earlier:position] + steps[position + 1 :]
+            moved = [*steps[:earlier], step, *steps[earlier:position], *steps[position + 1 :]]
             with pytest.raises(ScheduleError):
                 simulate(problem, Schedule(tuple(moved)))
 

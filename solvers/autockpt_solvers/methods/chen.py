@@ -92,13 +92,9 @@ def _cuts(
         while goals and seen >= goals[0]:
             goals.pop(0)
             near = range(max(0, index - slack), min(problem.barrier, index + slack + 1))
-            cuts.append(
-                min(
-                    near,
-                    key=lambda i: (
-                        sum(problem.storages[s].size_bytes for s in crossing[i]),
-                        abs(i - index),  # noqa: B023 - used before index moves on
-                    ),
-                )
-            )
+            width = {
+                i: (sum(problem.storages[s].size_bytes for s in crossing[i]), abs(i - index))
+                for i in near
+            }
+            cuts.append(min(near, key=width.__getitem__))
     return sorted(set(cuts))

@@ -25,6 +25,9 @@ from autockpt_solvers.on_demand import Demand, needed_storages, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution, measured
 
+# (next operation, resident forward storages as bits, last recomputation of this stage)
+State = tuple[int, int, int]
+
 __all__ = ["MAX_RECOMPUTABLE", "cheapest", "fits", "smallest", "solve"]
 
 MAX_RECOMPUTABLE = 8
@@ -216,7 +219,9 @@ def cheapest(
     """
     step = _Step(problem)
     operations, barrier, end = problem.operations, problem.barrier, len(problem.operations)
-    forward_outputs = [step.mask(op.outputs) if i < barrier else 0 for i, op in enumerate(operations)]
+    forward_outputs = [
+        step.mask(op.outputs) if i < barrier else 0 for i, op in enumerate(operations)
+    ]
     inputs = [step.mask(s for s in op.inputs if step.demand.is_forward[s]) for op in operations]
     again_inputs = [step.mask(op.recompute_inputs or ()) for op in operations]
     again_outputs = [step.mask(op.recompute_outputs) for op in operations]
@@ -230,8 +235,6 @@ def cheapest(
     ]
     recomputable = [i for i in problem.forward if operations[i].recomputable]
 
-    # A state: (next operation, resident forward storages, last recomputation of this stage).
-    State = tuple[int, int, int]
     start: State = (0, 0, -1)
     best: dict[State, int] = {start: 0}
     parent: dict[State, tuple[State, int]] = {}

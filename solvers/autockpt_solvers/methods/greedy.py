@@ -108,7 +108,6 @@ def descend(choice: Choice, *, deadline: float, look: int = 12) -> None:
         deadline: ``time.perf_counter()`` at which to stop.
         look: how many of the most promising flips are tried exactly per move.
     """
-    sizes = [storage.size_bytes for storage in choice.liveness.problem.storages]
     while choice.peak.peak_bytes > choice.budget_bytes and time.perf_counter() < deadline:
         over = choice.peak.peak_bytes - choice.budget_bytes
         ranked = _ranked(choice, over)
@@ -234,8 +233,6 @@ def _recompute_cost(choice: Choice, storage: int, running: Set[int]) -> int:
         op = problem.operations[index]
         total += op.cost_ns
         todo.extend(
-            s
-            for s in op.recompute_inputs or ()
-            if s not in choice.kept and demand.may_recompute[s]
+            s for s in op.recompute_inputs or () if s not in choice.kept and demand.may_recompute[s]
         )
     return total

@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from random_problems import random_problem
 
 from autockpt_solvers import Operation, Problem, SolverError, Storage, simulate
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand
+from random_problems import random_problem
 
 
 def test_no_random_schedule_beats_it():

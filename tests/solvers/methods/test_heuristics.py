@@ -1,10 +1,12 @@
 """chen, greedy and keep_all: within the budget, and in the order of quality one expects."""
 
-import pytest
-from random_problems import budgets, random_problem
+import math
 
-from autockpt_solvers import SolverError, minimum, simulate, solve
+import pytest
+
+from autockpt_solvers import Operation, Problem, SolverError, Storage, minimum, simulate, solve
 from autockpt_solvers.methods import chen, greedy, keep_all
+from random_problems import budgets, random_problem
 
 
 def test_greedy_beats_chen_where_both_answer():
@@ -39,9 +41,27 @@ def test_keep_all_refuses_what_does_not_fit():
             keep_all.solve(problem, peak - 1)
 
 
-def test_chen_lowers_the_peak_of_deep_chains():
-    from test_on_demand import chain
+def mirror(length):
+    """A chain whose backward reads every link."""
+    storages = [Storage(f"f{i}", 1) for i in range(length)]
+    operations = []
+    for i in range(length):
+        inputs = (i - 1,) if i else ()
+        operations.append(
+            Operation(f"f{i}", inputs, (i,), 1, recompute_inputs=inputs, recompute_outputs=(i,))
+        )
+    for i in reversed(range(length)):
+        storages.append(Storage(f"b{i}", 1))
+        inputs = (i,) if i == length - 1 else (i, len(storages) - 2)
+        operations.append(Operation(f"b{i}", inputs, (len(storages) - 1,), 1))
+    end = frozenset({len(storages) - 1})
+    return Problem(tuple(storages), tuple(operations), length, live_at_end=end)
 
-    problem = chain(100)
-    trace = simulate(problem, chen.solve(problem, None).schedule)
-    assert trace.extra_ns == 0
+
+def test_chen_needs_the_square_root_of_a_chain():
+    for length in (25, 100, 400):
+        problem = mirror(length)
+        budget = 2 * math.isqrt(length) + 4
+        found = chen.solve(problem, budget)
+        assert simulate(problem, found.schedule).peak_bytes <= budget
+        assert found.extra_ns <= length

@@ -1,15 +1,15 @@
 """The integer program against the oracle: 1,000 random problems at several budgets."""
 
 import pytest
-from random_problems import budgets, random_problem
 
 from autockpt_solvers import SolverError, minimum, simulate, solve
+from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, ilp
 from autockpt_solvers.methods.ilp.instage import depth_first
 from autockpt_solvers.methods.ilp.program import StageProgram
 from autockpt_solvers.methods.ilp.stages import Stages
-from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
+from random_problems import budgets, random_problem
 
 
 @pytest.mark.parametrize("block", range(20))
@@ -25,9 +25,7 @@ def test_equals_the_exhaustive_search(block):
         smallest = minimum(problem).peak_bytes
         for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
             best = exhaustive.solve(problem, budget)
-            ordered = exhaustive.cheapest(
-                problem, budget, deadline=float("inf"), index_order=True
-            )
+            ordered = exhaustive.cheapest(problem, budget, deadline=float("inf"), index_order=True)
             try:
                 found = ilp.solve(problem, budget, time_limit_s=10)
             except SolverError:

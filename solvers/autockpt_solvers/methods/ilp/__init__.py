@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autockpt_solvers.errors import SolverError
-from autockpt_solvers.highs import MipProcess
+from autockpt_solvers.highs import Floats, MipProcess
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import greedy, keep_all
 from autockpt_solvers.methods.ilp.instage import add_row, depth_first
@@ -23,7 +23,7 @@ from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.ilp.window_search import improve
 from autockpt_solvers.on_demand import Demand, stage_schedule
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.solution import CLOSED_GAP, Solution, measured
+from autockpt_solvers.solution import CLOSED_GAP, Solution, measured, whole_ns
 
 __all__ = ["program_size", "solve"]
 
@@ -104,11 +104,11 @@ class _Search:
 
     def lower_bound_ns(self) -> int:
         """Return the proved bound in whole nanoseconds, minus the solver's tolerance."""
-        bound = math.ceil(self.bound_ns * (1 - 1e-6) - 1e-3)
+        bound = whole_ns(self.bound_ns)
         # Within the tolerance of what was found it is what was found.
         if self.extra_ns < bound <= self.extra_ns * (1 + 1e-6) + 1:
             return self.extra_ns
-        return max(bound, 0)
+        return bound
 
     @property
     def closed(self) -> bool:
@@ -139,13 +139,14 @@ class _Search:
                 program = self._build()
                 if program is None:
                     return
+                # A good start prunes more of the whole program than it costs.
+                self._improve(program, time.perf_counter() + 0.15 * self.left_s)
                 continue
-            start_point = None if self.order is None else program.point(self.order)
             with MipProcess(program.program) as process:
                 result = process.solve(
-                    time_limit_s=self.left_s * (0.6 if self.order is not None else 0.9),
+                    time_limit_s=self.left_s * (0.7 if self.order is not None else 0.9),
                     relative_gap=self._relative_gap(),
-                    start=start_point,
+                    start=None if self.order is None else program.point(self.order),
                 )
             self.prove(result.bound, program)
             if result.status == "infeasible":
@@ -159,21 +160,19 @@ class _Search:
                     return
                 break
             program = self._refine(program, order)
-        if program is not None and self.order is not None and not self.closed and self.left_s > 0.5:
-            point = program.point(self.order)
-            if point is not None:
-                goal = (self.bound_ns + CLOSED_GAP * self.problem.baseline_cost_ns / 2)
-                improve(
-                    program,
-                    point,
-                    self.accept,
-                    deadline=self.deadline,
-                    goal=goal / program.cost_unit,
-                )
+        if program is not None:
+            self._improve(program, self.deadline)
+
+    def _improve(self, program: StageProgram, deadline: float) -> None:
+        """Search windows around the best order until a deadline."""
+        point = None if self.order is None or self.closed else program.point(self.order)
+        if point is None:
+            return
+        goal = self.bound_ns + CLOSED_GAP * self.problem.baseline_cost_ns / 2
+        improve(program, point, self.accept, deadline=deadline, goal=goal / program.cost_unit)
 
     def _relative_gap(self) -> float:
-        """Return the relative gap at which the search may stop: a hundredth of a per cent of the
-        step, seen from the objective."""
+        """Return the relative gap at which the search may stop: half of what counts as closed."""
         worth = CLOSED_GAP / 2 * self.problem.baseline_cost_ns
         return min(1e-2, max(1e-7, worth / self.extra_ns)) if self.extra_ns else 1e-6
 
@@ -204,7 +203,7 @@ class _Search:
             self.promoted |= more
         return program
 
-    def _overlooked(self, program: StageProgram, values: Sequence[float]) -> frozenset[int]:
+    def _overlooked(self, program: StageProgram, values: Floats) -> frozenset[int]:
         """Return backward operations inside stages at which a relaxation breaks the budget."""
         stages = program.stages
         during, _ = self.liveness.backward_bytes
@@ -271,5 +270,3 @@ class _Search:
         for index, end in sorted(rows):
             add_row(program, index, starts[end])
         return program
-
-

@@ -26,8 +26,8 @@ def add_row(program: StageProgram, index: int, k: int) -> None:
     terms = {program.runs[index, k]: made + op.workspace_bytes}
     wanted = set(stages.uses[k])
     for g, group in enumerate(groups):
-        if group.producer == index:
-            continue
+        if group.producer == index and group.again:
+            continue  # counted as made
         if group.producer > index:
             column = program.resident.get((g, k))
         elif g in wanted:
@@ -79,9 +79,7 @@ def depth_first(stages: Stages, order: Sequence[int]) -> list[int]:
             block.append(index)
             continue
         inside = set(block)
-        read = {
-            stages.groups[g].producer for i in block for g in stages.inputs[i]
-        } & inside
+        read = {stages.groups[g].producer for i in block for g in stages.inputs[i]} & inside
         done: set[int] = set()
         for top in (i for i in block if i not in read):
             stack = [top]

@@ -1,21 +1,25 @@
 """The stage-indexed integer program with closure cuts.
 
 Checkmate (Jain et al. 2020, arXiv:1910.02653) on the joint graph. Binaries: ``S[g, k]``, group g
-is resident right behind the operation that ends stage k - 1 (k = 0: at the barrier); ``R[i, k]``, operation i runs again in stage k. Minimise the time of
-the runs subject to
+is resident right behind the operation that ends stage k - 1 (k = 0: at the barrier); ``R[i, k]``,
+operation i runs again in stage k. Minimise the time of the runs subject to
 
 1. ``S[g, k] <= S[g, k-1] + R[maker(g), k-1]``: what is resident was resident or made;
 2. ``R[i, k] <= S[g, k] + R[maker(g), k]`` for each input g of i;
-3. ``S[g, k] + R[maker(g), k] >= 1`` where the end of stage k reads g;
+3. ``S[g, k] + R[maker(g), k] >= 1`` where stage k reads g;
 4. memory while the end of each stage runs, and during the forward.
+
+Stages may be longer than from one reading operation to the next: fewer rows, a weaker bound, for
+larger graphs (the snapshots of :mod:`autockpt_solvers.bounds`).
 
 **What its bound covers.** Each schedule that runs every forward operation once before the barrier,
 recomputes at any position behind it, in any order and any number of times, gives a point of this
 program that costs no more: ``R`` says whether an operation runs at all in a stage, ``S`` what is
-truly resident. Backward operations inside a stage have no memory row, and recomputations have
-none (:mod:`autockpt_solvers.methods.ilp.instage` adds those lazily, for schedules in the
-forward's order only; a bound from before that holds for all schedules). Where an answer breaks
-the budget at an operation inside a stage, that operation is *promoted* to end a stage of its own.
+truly resident and not made again in the stage. Backward operations inside a stage have no memory
+row, and recomputations have none (:mod:`autockpt_solvers.methods.ilp.instage` adds those lazily,
+for schedules in the forward's order only; a bound from before that holds for all schedules).
+Where an answer breaks the budget at an operation inside a stage, that operation is *promoted* to
+end a stage of its own.
 
 **Closure cuts.** With ``T[i] = 1`` if i runs again in stage k0 or later: ``T[i] <= sum R[i, k]``,
 ``T[maker(g)] + S[g, k0] >= 1`` if stage k0 or later reads g, and ``T[i] <= S[g, k0] + T[maker(g)]``
@@ -113,14 +117,15 @@ class StageProgram:
         for (g, k), column in self.resident.items():
             if k:
                 program.row([(column, 1), *self._had(g, k - 1), *self._made(g, k - 1)], upper=0)
+            made = self._made(g, k)
+            if made:  # S = 0 meets every row where R = 1, so both are never needed
+                program.row([(column, 1), (made[0][0], 1)], upper=1)
         for (index, k), column in self.runs.items():
             for g in stages.inputs[index]:
                 program.row([(column, 1), *self._had(g, k), *self._made(g, k)], upper=0)
         for k, wanted in enumerate(stages.uses):
             for g in wanted:
-                program.row(
-                    [(c, -v) for c, v in (*self._had(g, k), *self._made(g, k))], lower=1
-                )
+                program.row([(c, -v) for c, v in (*self._had(g, k), *self._made(g, k))], lower=1)
 
     def memory_row(self, constant: int, terms: dict[int, int]) -> int:
         """Add ``constant + terms <= budget``, in bytes."""
@@ -134,7 +139,7 @@ class StageProgram:
         problem, groups = stages.problem, stages.groups
         during, _ = liveness.backward_bytes
         for k, end in enumerate(stages.ends):
-            wanted = set(stages.uses[k])
+            wanted = set(stages.at_end[k])
             constant = during[end] + sum(groups[g].size_bytes for g in wanted)
             terms = {
                 self.resident[g, k + 1]: group.size_bytes
@@ -185,15 +190,24 @@ class StageProgram:
                     terms.append((later[maker], -1.0))
                 program.row(terms, upper=0)
 
-    def relax(self, *, deadline: float, rounds: int = 4, per_round: int = 3) -> LpResult:
-        """Return the relaxation, with cuts added where the memory rows bind."""
+    def relax(
+        self, *, deadline: float, rounds: int = 4, per_round: int = 3, interior: bool = False
+    ) -> LpResult:
+        """Return the relaxation, with closure cuts added where the memory rows bind.
+
+        Args:
+            deadline: ``time.perf_counter()`` at which to stop.
+            rounds: solves, each but the last followed by cuts.
+            per_round: stage starts that get cuts in a round.
+            interior: solve by interior point without crossover.
+        """
         self.close(0)
         best = LpResult("stopped", None, None, -INFINITY)
         for number in range(rounds):
             left = deadline - time.perf_counter()
             if left <= 0:
                 break
-            result = solve_lp(self.program, time_limit_s=left)
+            result = solve_lp(self.program, time_limit_s=left, interior=interior)
             if result.status == "infeasible":
                 return result
             if result.bound > best.bound or result.values is not None:

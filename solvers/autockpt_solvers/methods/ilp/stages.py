@@ -53,10 +53,13 @@ class Stages:
         liveness: the facts of the problem.
         promoted: backward operations, counted from the barrier, that end a stage although they
             read nothing recomputable; see :mod:`autockpt_solvers.methods.ilp.program`.
+        snapshots: the only operations that end a stage, besides the last one that reads something
+            recomputable; None: all that read something recomputable.
     """
 
     liveness: Liveness
     promoted: frozenset[int] = frozenset()
+    snapshots: frozenset[int] | None = None
 
     @property
     def problem(self) -> Problem:
@@ -131,19 +134,32 @@ class Stages:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The backward operations, counted from the barrier, that end a stage."""
-        last = -1
-        ends = set()
+        ends: set[int] = set()
         for group in self.groups:
             if group.again:
                 ends.update(group.reads)
-                last = max([last, *group.reads])
+        last = max(ends, default=-1)
+        if self.snapshots is not None:
+            ends &= {last}
+            ends.update(offset for offset in self.snapshots if offset < last)
         ends.update(offset for offset in self.promoted if offset < last)
         return tuple(sorted(ends))
 
     @cached_property
-    def uses(self) -> tuple[tuple[int, ...], ...]:
+    def at_end(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the groups that its last operation reads."""
         return tuple(self._groups(self.liveness.demand.reads[offset]) for offset in self.ends)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the groups that its backward operations read."""
+        reads = self.liveness.demand.reads
+        first = 0
+        uses = []
+        for end in self.ends:
+            uses.append(self._groups(s for offset in range(first, end + 1) for s in reads[offset]))
+            first = end + 1
+        return tuple(uses)
 
     @cached_property
     def runs(self) -> tuple[frozenset[int], ...]:
