@@ -8,6 +8,7 @@ one file. Nothing here knows about plans or budgets.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import re
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -35,7 +37,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "AllocationTracker",
@@ -47,14 +49,16 @@ __all__ = [
     "allocation_events",
     "boxed",
     "capture_failure",
-    "compiled_nodes",
     "compile_forward",
+    "compiled_nodes",
     "fake_mode_of",
     "getitem_index",
+    "is_fake",
     "is_operator",
     "is_random",
-    "keep_missing_gradients",
     "is_sym",
+    "keep_missing_gradients",
+    "map_tensors",
     "module_path",
     "outside_tracing",
     "queue_delay",
@@ -209,7 +213,19 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
             )(module, inputs)
         return compiled
 
-    return torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(ignore_logging_functions=_said_once()):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _said_once() -> set[Callable[..., Any]]:
+    """Logger methods such as ``warning_once``, which a trace may skip: they say a thing once."""
+    methods = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
+    return dynamo_config.ignore_logging_functions | methods
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -349,8 +365,7 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
 def is_random(node: fx.Node) -> bool:
     """Return whether the node draws from a generator."""
     return (
-        is_operator(node)
-        and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+        is_operator(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     )
 
 
@@ -425,12 +440,9 @@ def allocation_events(run: Callable[[], Any]) -> list[int]:
 
 
 def _legacy_events(run: Callable[[], Any]) -> list[int]:
-    from torch.autograd import ProfilerConfig, ProfilerState
-    from torch.autograd import _disable_profiler_legacy as disable
-    from torch.autograd import _enable_profiler_legacy as enable
-
-    config = ProfilerConfig(
-        ProfilerState.CPU,
+    autograd: Any = torch.autograd
+    config = autograd.ProfilerConfig(
+        autograd.ProfilerState.CPU,
         False,
         True,
         False,
@@ -438,11 +450,11 @@ def _legacy_events(run: Callable[[], Any]) -> list[int]:
         False,
         torch._C._profiler._ExperimentalConfig(),
     )
-    enable(config)
+    autograd._enable_profiler_legacy(config)
     try:
         run()
     finally:
-        records = disable()
+        records: Any = autograd._disable_profiler_legacy()
     return [
         event.cpu_memory_usage()
         for thread in records
@@ -487,9 +499,7 @@ class AllocationTracker(TorchDispatchMode):
         """It changes nothing that operators do: compiling under it is safe."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.active:
             self._count((args, kwargs), result)
@@ -526,6 +536,16 @@ def _strided(value: Any) -> list[torch.Tensor]:
         for leaf in tree_leaves(value)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
     ]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has shape and dtype but no data."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a nested structure with ``function`` applied to each tensor in it."""
+    return tree_map_only(torch.Tensor, function, value)
 
 
 def tensor_leaves(value: Any) -> list[torch.Tensor]:

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 
 from autockpt.module import Handle, as_tuple, require_trainable
 from autockpt.planning import options_of
+from autockpt.roofline import GPUS, modelled
+from autockpt.weights import fake_copy, is_fake
+from autockpt_solvers.errors import InputError
 from autockpt_solvers.plan import Plan
 
 __all__ = ["plan"]
@@ -20,6 +23,7 @@ def plan(
     example_inputs: tuple[Any, ...] | None,
     budget: int | str | None,
     *,
+    device: str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     optimizer: Optimizer | None = None,
     solver: str = "auto",
@@ -30,12 +34,16 @@ def plan(
 ) -> Plan:
     """Return the plan that ``optimize`` would make for these inputs. Runs no step.
 
-    The operations are measured one by one on the model's device; the model is not changed.
+    The operations are measured one by one on the model's device, or modelled for a GPU that is
+    not here; then weights and inputs need no data (meta or fake tensors). The model is not
+    changed.
 
     Args:
         model: the model to train.
         example_inputs: positional arguments of a training forward.
         budget: as in :func:`autockpt.optimize`.
+        device: a GPU's name (``autockpt devices`` lists them) to model; None to measure on the
+            device that the model lives on.
         example_kwargs: keyword arguments of a training forward.
         optimizer: the optimizer of the training loop, to count what it allocates.
         solver: ``"auto"`` or the name of a method.
@@ -51,5 +59,15 @@ def plan(
         budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute
     )
     require_trainable(model)
-    handle = Handle(model, options, optimizer, progress)
-    return handle.plan_now(as_tuple(example_inputs), dict(example_kwargs or {}))
+    args, kwargs = as_tuple(example_inputs), dict(example_kwargs or {})
+    if device is None:
+        if is_fake(model):
+            raise InputError(
+                "the weights have no data, so nothing can be measured. Name the GPU to plan for: "
+                f"device={next(iter(GPUS))!r}, for instance ({', '.join(GPUS)})."
+            )
+        return Handle(model, options, optimizer, progress).plan_now(args, kwargs)
+    gpu = modelled(device)
+    with fake_copy(model, args, kwargs) as (bare, bare_args, bare_kwargs):
+        handle = Handle(bare, options, optimizer, progress, gpu)
+        return handle.plan_now(bare_args, bare_kwargs)

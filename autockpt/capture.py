@@ -25,6 +25,8 @@ __all__ = ["Capture", "CapturedStorage", "capture", "read_joint", "traced", "tra
 
 aten = torch.ops.aten
 
+_BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
+
 
 @dataclass(frozen=True)
 class CapturedStorage:
@@ -151,7 +153,8 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
                 name, roots = _roots(node, owners)
                 storages.append(CapturedStorage(name, _nbytes(owners[0]), index, roots))
         lives_in[node] = tuple(known[_torch.storage_key(t)] for t in tensors(node))
-    new_buffers, outputs = [], []
+    new_buffers: list[int] = []
+    outputs: list[tuple[int, ...]] = []
     for value, mutated in zip(joint.forward_outputs, joint.mutated, strict=True):
         own = tuple(s for s in lives_in[value] if s >= 0) if isinstance(value, fx.Node) else ()
         if mutated is not None:
@@ -244,9 +247,7 @@ def _drop_false_dependences(joint: JointGraph) -> None:
     In the traced graph it names their *updated* values; those would have to be kept.
     """
     for node in joint.module.graph.nodes:
-        if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
-        elif node.target is aten.batch_norm_backward.default and node.args[7] is True:
+        if node.target in _BATCH_NORM_BACKWARD and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
@@ -262,7 +263,9 @@ def _refuse_writes(node: fx.Node) -> None:
 # ------------------------------------------------------------------ tracing a model
 
 
-class _Captured(Exception):  # noqa: N818  # not an error: it ends a trace that must not run
+class _Captured(Exception):
+    """Not an error: it ends a trace that must not run."""
+
     def __init__(self, result: Any) -> None:
         super().__init__()
         self.result = result

@@ -190,4 +190,3 @@ def _last_level_cache_bytes() -> int:
         unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
         found.append(int(text.rstrip("KM")) * unit)
     return max(found, default=32 << 20)
-

@@ -186,8 +186,9 @@ class _Builder:
                 )
                 reads = (*reads, self.states[node])
             stale = self._stale_inputs(again(node)[1:] if recomputable else ())
-            for primal in sorted(stale | self._stale_inputs(node.all_input_nodes),
-                                 key=lambda p: p.name):
+            for primal in sorted(
+                stale | self._stale_inputs(node.all_input_nodes), key=lambda p: p.name
+            ):
                 if primal in stale or primal in backward_reads:
                     self._old_value(primal, primal in backward_reads)
             for primal in sorted(stale, key=lambda p: p.name):
@@ -235,8 +236,13 @@ class _Builder:
             found = self.capture.lives_in[node]
             if len(found) == len(measured.output_bytes):
                 for storage, size in zip(found, measured.output_bytes, strict=True):
-                    if storage >= 0 and self.capture.storages[storage].operation >= 0 and (
-                        self.capture.operations[self.capture.storages[storage].operation] is node
+                    if (
+                        storage >= 0
+                        and self.capture.storages[storage].operation >= 0
+                        and (
+                            self.capture.operations[self.capture.storages[storage].operation]
+                            is node
+                        )
                     ):
                         sizes[storage] = size
         return sizes
@@ -429,9 +435,7 @@ class _Builder:
         # Outside memory (a gradient that is an input itself) is nothing to read.
         inputs = (storage,) if storage >= 0 else ()
         self.operations.append(
-            Operation(
-                f"accumulate_{node.name}", inputs, outputs, kind="accumulate", outside=True
-            )
+            Operation(f"accumulate_{node.name}", inputs, outputs, kind="accumulate", outside=True)
         )
         self.origins.append(Origin(Role.AROUND))
 

@@ -21,6 +21,7 @@ from autockpt.device import Device
 from autockpt.formulate import Around
 from autockpt.on_demand import backward_on_demand
 from autockpt.planning import Made
+from autockpt.roofline import Modelled
 from autockpt.tangents import tensors
 from autockpt_solvers.plan import Plan
 
@@ -72,7 +73,9 @@ def saved_placeholders(backward: fx.GraphModule, captured: Capture) -> tuple[fx.
     """Return a backward graph's placeholders of saved values: those before the tangents."""
     joint = captured.joint
     placeholders = backward.graph.find_nodes(op="placeholder")
-    return tuple(placeholders[: len(placeholders) - len(joint.tangents) - len(joint.backward_seeds)])
+    return tuple(
+        placeholders[: len(placeholders) - len(joint.tangents) - len(joint.backward_seeds)]
+    )
 
 
 class Graph(_torch.Watch):
@@ -96,7 +99,7 @@ class Graph(_torch.Watch):
         captured: Capture,
         known: Known,
         made: Made,
-        device: Device,
+        device: Device | Modelled,
     ) -> None:
         self.key = key
         self.joint = joint

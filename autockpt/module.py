@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autockpt import _torch
 from autockpt.capture import Capture, capture, read_joint, traced, training
-from autockpt.device import device_of
+from autockpt.device import Device, device_of
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.planning import (
@@ -33,6 +33,7 @@ from autockpt.planning import (
 )
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
+from autockpt.roofline import Modelled
 from autockpt_solvers.errors import AutockptError, CaptureError, InfeasibleBudget, InputError
 from autockpt_solvers.minimum import minimum
 from autockpt_solvers.plan import Plan
@@ -90,6 +91,7 @@ def optimize(
         PinError: a pattern matches nothing.
     """
     require_trainable(model)
+    device_of(_device(model))
     if backend != "eager":
         raise ValueError(f"backend={backend!r} is unknown; there is 'eager'.")
     options = options_of(
@@ -127,11 +129,13 @@ class Handle:
         options: Options,
         optimizer: Optimizer | None,
         progress: Callable[[str], None] | None = None,
+        device: Modelled | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.optimizer = optimizer
         self.progress = progress
+        self.modelled = device
         self.plan: Plan | None = None
         self._forget()
 
@@ -182,6 +186,7 @@ class Handle:
         self.options = state["options"]
         self.optimizer = None
         self.progress = None
+        self.modelled = None
         self.plan = state["plan"]
         self._forget()
         self.model.__dict__["_compiled_call_impl"] = self
@@ -243,7 +248,7 @@ class Handle:
         forward, backward = rewrite(made.formulation, made.plan.schedule)
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
         made = Made(replace(made.plan, stages_s=stages), made.formulation)
-        graph = Graph(key, joint, captured, known, made, device_of(_device(self.model)))
+        graph = Graph(key, joint, captured, known, made, self._device())
         graph.saved = saved_placeholders(backward, captured)
         self._graphs.append(graph)
         self._show(made.plan)
@@ -268,7 +273,7 @@ class Handle:
         # then the smallest peak there is.
         unlimited = replace(self.options, budget=None, solver="auto")
         made = self._make(captured, most, options=unlimited)
-        budget_bytes = budget_of(self.options, device_of(_device(self.model)))
+        budget_bytes = budget_of(self.options, self._device())
         return Known(most), smallest(made, budget_bytes)
 
     def _make(
@@ -289,28 +294,30 @@ class Handle:
             captured,
             around,
             options,
-            device_of(_device(self.model)),
+            self._device(),
             model_name=type(self.model).__name__,
             capture_s=time.perf_counter() - self._started,
             progress=self.progress,
         )
 
     def _fits(self, captured: Capture, around: Around) -> bool:
-        budget_bytes = budget_of(self.options, device_of(_device(self.model)))
+        budget_bytes = budget_of(self.options, self._device())
         unlimited = replace(self.options, budget=None, solver="auto", given=None)
         made = self._make(captured, around, options=unlimited)
         smallest_peak = minimum(made.formulation.problem).peak_bytes
         return budget_bytes is None or smallest_peak <= budget_bytes
 
+    def _device(self) -> Device | Modelled:
+        return self.modelled or device_of(_device(self.model))
+
     def _around(self) -> Around:
         """What is there during the step that is about to run."""
-        device = device_of(_device(self.model))
+        device = self._device()
         optimizer = OptimizerMemory()
         if self.optimizer is not None:
             optimizer = optimizer_memory(self.optimizer, device)
         return Around(
-            resident_bytes=resident_bytes(self.model, self._inputs, device)
-            + optimizer.state_bytes,
+            resident_bytes=resident_bytes(self.model, self._inputs, device) + optimizer.state_bytes,
             gradients_exist=_has_gradients(self.model),
             optimizer_bytes=optimizer.step_bytes,
         )
@@ -325,7 +332,7 @@ class Handle:
             around, absent = graph.found
             if _has_gradients(self.model) and not around.gradients_exist:
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-                device = device_of(_device(self.model))
+                device = self._device()
                 around = replace(
                     around,
                     gradients_exist=True,
@@ -348,7 +355,7 @@ class Handle:
         if around == graph.around:
             return False
         same = self._make(graph.captured, around, graph.made.plan, options=no_limit(self.options))
-        budget_bytes = budget_of(self.options, device_of(_device(self.model)))
+        budget_bytes = budget_of(self.options, self._device())
         cheapest = same.plan.extra_time_s == 0
         fits = budget_bytes is None or same.plan.peak_bytes <= budget_bytes
         made = same if cheapest and fits else self._make(graph.captured, around)
@@ -373,11 +380,11 @@ def _has_gradients(model: nn.Module) -> bool:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Check that there is something to train, on a device that can be measured.
+    """Check that there is something to train.
 
     Raises:
         InputError: ``model`` is no module.
-        CaptureError: nothing in it requires a gradient, or it lives on an unknown device.
+        CaptureError: nothing in it requires a gradient.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"a torch.nn.Module is needed, not a {type(model).__name__}.")
@@ -386,7 +393,6 @@ def require_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} has no parameter that requires a gradient, so there is "
             "nothing to train. Set requires_grad on the parameters to be trained."
         )
-    device_of(_device(model))
 
 
 def as_tuple(inputs: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """On demand: a backward that no plan foresaw, behind a forward that has already run.
 
-The user's backward may start from other outputs than the plan took for granted. The gradients must be
-right all the same: this backward recomputes what it needs from what the forward saved, each
-value once, without regard to memory.
+The user's backward may start from other outputs than the plan took for granted. The gradients
+must be right all the same: this backward recomputes what it needs from what the forward saved,
+each value once, without regard to memory.
 """
 
 from __future__ import annotations

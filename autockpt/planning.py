@@ -22,6 +22,7 @@ from autockpt.given import transfer
 from autockpt.pins import Pins
 from autockpt.profile import profile
 from autockpt.replay import state_bytes
+from autockpt.roofline import Modelled
 from autockpt_solvers.errors import InfeasibleBudget
 from autockpt_solvers.methods import METHODS
 from autockpt_solvers.minimum import minimum
@@ -86,9 +87,7 @@ def options_of(
         if isinstance(patterns, str):
             raise ValueError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
-    return Options(
-        budget, solver, float(time_limit), Pins(tuple(keep), tuple(recompute)), loaded
-    )
+    return Options(budget, solver, float(time_limit), Pins(tuple(keep), tuple(recompute)), loaded)
 
 
 # ------------------------------------------------------------------ a plan for a captured step
@@ -98,7 +97,7 @@ def make_plan(
     captured: Capture,
     around: Around,
     options: Options,
-    device: Device,
+    device: Device | Modelled,
     *,
     model_name: str,
     capture_s: float,
@@ -132,7 +131,7 @@ def make_plan(
         figures,
         around,
         pins=options.pins,
-        state_bytes=state_bytes(device.kind),
+        state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
         name=model_name,
     )
     problem = formulation.problem
@@ -168,7 +167,7 @@ def make_plan(
     )
 
 
-def budget_of(options: Options, device: Device) -> int | None:
+def budget_of(options: Options, device: Device | Modelled) -> int | None:
     """Return the budget in bytes."""
     return parse_budget(options.budget, total_bytes=device.total_bytes)
 

@@ -29,6 +29,7 @@ from torch import fx
 from autockpt import _torch
 from autockpt.capture import Capture
 from autockpt.device import Device
+from autockpt.roofline import Modelled
 from autockpt.tangents import tensors
 
 __all__ = ["Measured", "Profile", "profile", "unmeasured"]
@@ -72,15 +73,13 @@ _known: dict[tuple[Any, ...], Measured] = {}
 
 def profile(
     capture: Capture,
-    device: Device,
+    device: Device | Modelled,
     *,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Return the figures of every operation, measured on ``device``.
-
-    Raises:
-        ProfileError: where an operation cannot be run alone.
-    """
+    """Return the figures of every operation, measured on ``device`` or modelled for it."""
+    if isinstance(device, Modelled):
+        return _modelled(capture, device)
     warm = _warm_inputs(capture, device.cache_bytes)
     keys = [
         (device.state(), _signature(node), warm_flags)
@@ -97,6 +96,21 @@ def profile(
             if progress is not None and (count + 1) % 10 == 0:
                 progress(f"measured {count + 1} of {len(missing)} distinct operations")
     return Profile(tuple(_known[key] for key in keys), device.name, len(distinct))
+
+
+def _modelled(capture: Capture, device: Modelled) -> Profile:
+    return Profile(
+        tuple(
+            Measured(
+                device.cost_ns(node),
+                0,
+                tuple(device.round_up(int(t.untyped_storage().nbytes())) for t in tensors(node)),
+            )
+            for node in capture.operations
+        ),
+        device.name,
+        0,
+    )
 
 
 def unmeasured(capture: Capture) -> Profile:
@@ -130,7 +144,9 @@ def _measure(node: fx.Node, warm: tuple[bool, ...], device: Device, repeats: int
         for t in _flat_tensors(result)
     }
     own = sum(
-        device.round_up(size) for pointer, size in fresh.items() if pointer not in stand_ins.pointers
+        device.round_up(size)
+        for pointer, size in fresh.items()
+        if pointer not in stand_ins.pointers
     )
     del result
     touched = [t for t, is_warm in zip(stand_ins.inputs, warm, strict=True) if is_warm]

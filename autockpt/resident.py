@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from autockpt import _torch
 from autockpt.device import Device
+from autockpt.roofline import Modelled
 
 __all__ = ["OptimizerMemory", "distinct_bytes", "optimizer_memory", "resident_bytes"]
 
 
-def resident_bytes(model: nn.Module, inputs: Any, device: Device) -> int:
+def resident_bytes(model: nn.Module, inputs: Any, device: Device | Modelled) -> int:
     """Return the bytes of parameters, buffers, existing gradients and the tensors in ``inputs``.
 
     Each memory counts once, rounded as the device's allocator rounds, and only on this device.
@@ -41,7 +42,7 @@ class OptimizerMemory:
     step_bytes: int = 0
 
 
-def optimizer_memory(optimizer: Optimizer, device: Device) -> OptimizerMemory:
+def optimizer_memory(optimizer: Optimizer, device: Device | Modelled) -> OptimizerMemory:
     """Return what the optimizer's steps allocate, found by two steps on fake parameters.
 
     The optimizer itself is left as it is. One whose step cannot be run so (it wants a closure)
@@ -82,7 +83,7 @@ def _fake_parameter(parameter: torch.Tensor) -> nn.Parameter:
     return made
 
 
-def distinct_bytes(found: Iterable[torch.Tensor], device: Device) -> int:
+def distinct_bytes(found: Iterable[torch.Tensor], device: Device | Modelled) -> int:
     """Return the bytes of the memory on ``device`` that tensors live in, each block once."""
     sizes: dict[int, int] = {}
     for tensor in found:

@@ -27,9 +27,7 @@ from autockpt_solvers.schedule import Schedule, free_early
 __all__ = ["rewrite", "rewrite_backward"]
 
 
-def rewrite(
-    formulation: Formulation, schedule: Schedule
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def rewrite(formulation: Formulation, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward graph that execute a schedule.
 
     The forward returns what the joint graph's forward returns, then what it saves; the backward
@@ -119,9 +117,7 @@ def _meta_node(key: _Key) -> fx.Node:
 
 def _in_saving_order(keys: list[_Key]) -> list[_Key]:
     """AOTAutograd wants tensors checked for later writes first, then the unchecked ones."""
-    return sorted(
-        keys, key=lambda k: bool(_meta_node(k).meta.get("saved_tensor_with_no_vc_check"))
-    )
+    return sorted(keys, key=lambda k: bool(_meta_node(k).meta.get("saved_tensor_with_no_vc_check")))
 
 
 class _Saved:
@@ -145,9 +141,7 @@ class _Writer:
         asked: for the backward, what it took from the forward -> its placeholder.
     """
 
-    def __init__(
-        self, formulation: Formulation, forward: _Writer | _Saved | None = None
-    ) -> None:
+    def __init__(self, formulation: Formulation, forward: _Writer | _Saved | None = None) -> None:
         self.formulation = formulation
         self.capture: Capture = formulation.capture
         self.forward = forward
@@ -195,9 +189,11 @@ class _Writer:
         before = isinstance(self.forward, _Saved) and index < self.formulation.problem.barrier
         count = self.runs.get(index, int(before))
         self.runs[index] = count + 1
-        if count == 0:
-            target, args, kwargs, made = node.target, node.args, node.kwargs, operation.outputs
-        else:
+        target: Any = node.target
+        args: Any = node.args
+        kwargs: Any = node.kwargs
+        made = operation.outputs
+        if count:
             target, args, kwargs = again(node)
             made = operation.recompute_outputs
         args = fx.node.map_arg(args, self.value)

@@ -17,15 +17,18 @@ from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import Floats, MipProcess
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import greedy, keep_all
-from autockpt_solvers.methods.ilp.instage import add_row, depth_first
+from autockpt_solvers.methods.ilp.instage import add_inner_rows, add_row, depth_first, restricted
 from autockpt_solvers.methods.ilp.program import StageProgram
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.ilp.window_search import improve
-from autockpt_solvers.on_demand import Demand, stage_schedule
+from autockpt_solvers.on_demand import Demand, needed_storages, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import CLOSED_GAP, Solution, measured, whole_ns
 
 __all__ = ["program_size", "solve"]
+
+# Columns beyond which operations inside stages are bounded by rows instead of promoted.
+LARGE = 4000
 
 
 def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 60.0) -> Solution:
@@ -80,6 +83,7 @@ class _Search:
         # The program's own budget: a few bytes less where HiGHS's tolerances let too much pass.
         self.aim_bytes = self.budget_bytes
         self.rows: set[tuple[int, int]] = set()
+        self.restricted = False
         self.promoted: frozenset[int] = frozenset()
 
     # ---------------------------------------------------------------- what is known
@@ -99,7 +103,7 @@ class _Search:
 
     def prove(self, bound: float, program: StageProgram) -> None:
         """Note a bound, unless the program leaves out schedules that the bound must cover."""
-        if not self.rows and self.aim_bytes == self.budget_bytes and math.isfinite(bound):
+        if self.covers_all and math.isfinite(bound):
             self.bound_ns = max(self.bound_ns, bound * program.cost_unit)
 
     def lower_bound_ns(self) -> int:
@@ -115,6 +119,11 @@ class _Search:
         """Whether what was found is as good as what is proved."""
         gap = self.extra_ns - self.lower_bound_ns()
         return self.order is not None and gap <= CLOSED_GAP * self.problem.baseline_cost_ns / 2
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether the program leaves out no schedule that the bound must cover."""
+        return not self.rows and not self.restricted and self.aim_bytes == self.budget_bytes
 
     @property
     def left_s(self) -> float:
@@ -150,7 +159,7 @@ class _Search:
                 )
             self.prove(result.bound, program)
             if result.status == "infeasible":
-                self.infeasible = not self.rows and self.aim_bytes == self.budget_bytes
+                self.infeasible = self.covers_all
                 return
             if result.values is None:
                 return
@@ -159,6 +168,7 @@ class _Search:
                 if result.status == "optimal":
                     return
                 break
+            self._repair(order)
             program = self._refine(program, order)
         if program is not None:
             self._improve(program, self.deadline)
@@ -169,7 +179,23 @@ class _Search:
         if point is None:
             return
         goal = self.bound_ns + CLOSED_GAP * self.problem.baseline_cost_ns / 2
-        improve(program, point, self.accept, deadline=deadline, goal=goal / program.cost_unit)
+        with restricted(program):
+            improve(program, point, self.accept, deadline=deadline, goal=goal / program.cost_unit)
+
+    def _repair(self, order: Sequence[int]) -> None:
+        """Take over what becomes of an order that breaks the budget when its runs are put off.
+
+        The program may run an operation earlier than needed; where that breaks the budget only
+        between stages, the same storages kept and recomputed on demand often fit.
+        """
+        kept = self.liveness.peak(order).kept
+        held = needed_storages(self.liveness.demand)
+        choice = greedy.Choice(self.liveness, kept, held, self.budget_bytes)
+        deadline = time.perf_counter() + 0.1 * self.left_s
+        greedy.descend(choice, deadline=deadline)
+        if choice.peak.peak_bytes <= self.budget_bytes:
+            greedy.put_back(choice, deadline=deadline)
+        self.accept(choice.order)
 
     def _relative_gap(self) -> float:
         """Return the relative gap at which the search may stop: half of what counts as closed."""
@@ -191,7 +217,7 @@ class _Search:
             result = program.relax(deadline=deadline)
             self.prove(result.bound, program)
             if result.status == "infeasible":
-                self.infeasible = not self.rows and self.aim_bytes == self.budget_bytes
+                self.infeasible = self.covers_all
                 return None
             if self.closed:
                 return None
@@ -262,9 +288,13 @@ class _Search:
                 )
             self.aim_bytes -= over
             return None
-        self.promoted |= more
         self.rows |= rows
-        if more:
+        if more and len(program.program.cost) > LARGE:
+            # Building and bounding anew takes too long; the bound proved so far stays.
+            add_inner_rows(program)
+            self.restricted = True
+        elif more:
+            self.promoted |= more
             return None
         starts = {end: k for k, end in enumerate(ends)}
         for index, end in sorted(rows):

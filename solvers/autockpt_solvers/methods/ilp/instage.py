@@ -1,18 +1,21 @@
-"""Memory rows for the recomputations inside a stage, added where an answer breaks the budget.
+"""Memory rows inside stages: rows that leave out schedules, and so make no bound.
 
-They assume that a stage runs its operations in the forward's order, each at most once, right
-before the backward operation that ends it. Near the smallest budget they decide; elsewhere they
-hold by themselves, and adding all of them would multiply the program's size.
+Those of recomputations are added where an answer breaks the budget. They assume that a
+stage runs its operations in the forward's order, each at most once, right before the backward
+operation that ends it. Near the smallest budget they decide; elsewhere they hold by themselves,
+and adding all of them would multiply the program's size. Those of the backward operations inside
+a stage assume that nothing is recomputed before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from autockpt_solvers.methods.ilp.program import StageProgram
 from autockpt_solvers.methods.ilp.stages import Stages
 
-__all__ = ["add_row", "depth_first"]
+__all__ = ["add_inner_rows", "add_row", "depth_first", "restricted"]
 
 
 def add_row(program: StageProgram, index: int, k: int) -> None:
@@ -38,6 +41,35 @@ def add_row(program: StageProgram, index: int, k: int) -> None:
         if column is not None:
             terms[column] = terms.get(column, 0) + group.size_bytes
     program.memory_row(constant, terms)
+
+
+def add_inner_rows(program: StageProgram) -> None:
+    """Bound the memory of the backward operations inside stages."""
+    stages = program.stages
+    during, _ = stages.liveness.backward_bytes
+    first = 0
+    for k, end in enumerate(stages.ends):
+        if first < end:
+            terms = {
+                program.resident[g, k]: group.size_bytes
+                for g, group in enumerate(stages.groups)
+                if (g, k) in program.resident
+            }
+            program.memory_row(max(during[first:end]), terms)
+        first = end + 1
+
+
+@contextmanager
+def restricted(program: StageProgram) -> Iterator[None]:
+    """Within it the program has the rows of :func:`add_inner_rows`."""
+    rows = program.program
+    count = len(rows.row_lower)
+    add_inner_rows(program)
+    try:
+        yield
+    finally:
+        del rows.row_lower[count:], rows.row_upper[count:], rows.starts[count + 1 :]
+        del rows.columns[rows.starts[count] :], rows.values[rows.starts[count] :]
 
 
 def _alive(program: StageProgram, g: int, k: int, index: int) -> int | None:
