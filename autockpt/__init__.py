@@ -1,4 +1,4 @@
-"""autockpt: fit the training of a PyTorch model into a memory budget, at the least extra compute."""
+"""Fit the training of a PyTorch model into a memory budget, at the least extra compute."""
 
 from autockpt.ahead import plan
 from autockpt.module import optimize, restore

@@ -11,9 +11,9 @@ import contextlib
 import logging
 import operator
 import re
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -418,25 +418,19 @@ def source_line(node: fx.Node) -> str:
 def allocation_events(run: Callable[[], Any]) -> list[int]:
     """Return the CPU allocator's events while ``run()`` runs: bytes, negative for a free.
 
-    The run takes place in a thread of its own, because a thread can hold one profiler only and
-    the user may be profiling. The old profiler is used where there is one: it starts faster.
+    A thread can hold one profiler only. Where the user is profiling this one, the run takes place
+    in a thread of its own.
     """
-    result: list[list[int]] = []
-    failure: list[BaseException] = []
+    if not torch._C._autograd._profiler_enabled():
+        return _legacy_events(run)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(_without_gradients, run).result()
 
-    def work() -> None:
-        try:
-            with torch.no_grad():
-                result.append(_legacy_events(run))
-        except BaseException as error:  # handed to the caller's thread below
-            failure.append(error)
 
-    thread = threading.Thread(target=work, name="autockpt-profile")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+def _without_gradients(run: Callable[[], Any]) -> list[int]:
+    # Grad mode belongs to a thread.
+    with torch.no_grad():
+        return _legacy_events(run)
 
 
 def _legacy_events(run: Callable[[], Any]) -> list[int]:

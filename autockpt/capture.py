@@ -202,11 +202,11 @@ def _roots(node: fx.Node, owners: list[torch.Tensor]) -> tuple[str, tuple[fx.Nod
         if _torch.getitem_index(user) is not None
         and any(_torch.storage_key(t) in keys for t in tensors(user))
     )
-    position = [
+    position = next(
         i
         for i, t in enumerate(node.meta["val"])
         if isinstance(t, torch.Tensor) and _torch.storage_key(t) in keys
-    ][0]
+    )
     return (picks[0].name if picks else f"{node.name}[{position}]"), picks
 
 

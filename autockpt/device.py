@@ -59,7 +59,7 @@ class Cpu:
         self.name = "cpu"
         self.kind = torch.device("cpu")
         self.cache_bytes = _last_level_cache_bytes()
-        self.small_bytes = 64 << 10
+        self.small_bytes = 256 << 10
         self.total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._flush: torch.Tensor | None = None
         self._memory: bytearray | None = None
@@ -84,9 +84,9 @@ class Cpu:
     def flush_cache(self) -> None:
         if self._flush is None:
             # Memory from outside torch's allocator: it never counts against a budget.
-            self._memory = bytearray(2 * self.cache_bytes)
+            self._memory = bytearray(self.cache_bytes * 3 // 2)
             self._flush = torch.frombuffer(self._memory, dtype=torch.int64)
-        self._flush.add_(1)
+        self._flush.fill_(1)
 
     def touch(self, tensor: torch.Tensor) -> None:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -206,8 +206,7 @@ class _Builder:
             )
             self._node(index, "", None, (), extra_inputs=olds)
         end = self._accumulate()
-        outputs = {s for own in capture.outputs for s in own}
-        forward_made = {s for s in outputs if self._forward(s)}
+        forward_made = {s for own in capture.outputs for s in own if self._forward(s)}
         # loss.backward() keeps the one it starts from until it returns.
         end |= {
             s

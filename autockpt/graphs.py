@@ -171,16 +171,14 @@ class Graph(_torch.Watch):
             self._tracker.__enter__()
             _torch.when_released(node, self.stop_watching)
 
-    def stop_watching(self) -> bool:
-        """Leave the counting mode where it is the innermost; return whether it is left."""
+    def stop_watching(self) -> None:
+        """Leave the counting mode; where the user's own mode stands on it, only turn it off."""
         if self._tracker is None:
-            return True
+            return
         self._tracker.active = False
-        if not self._tracker.is_innermost():
-            return False
-        self._tracker.__exit__(None, None, None)
-        self._tracker = None
-        return True
+        if self._tracker.is_innermost():
+            self._tracker.__exit__(None, None, None)
+            self._tracker = None
 
     def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:
         loss_bytes = 0

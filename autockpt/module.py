@@ -198,8 +198,8 @@ class Handle:
         model = self.model
         if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
-        if not all(graph.stop_watching() for graph in self._graphs):
-            return model._call_impl(*args, **kwargs)
+        for graph in self._graphs:
+            graph.stop_watching()
         try:
             self._inputs = (args, kwargs)
             self._revise()

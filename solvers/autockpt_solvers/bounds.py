@@ -23,7 +23,7 @@ __all__ = ["lower_bound", "snapshots"]
 # Columns up to which every reading operation ends a stage.
 FULL = 40_000
 # Columns that larger problems' snapshots may make.
-COLUMNS = 60_000
+COLUMNS = 15_000
 
 
 def lower_bound(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 10.0) -> int:

@@ -98,28 +98,30 @@ def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
     """
     needed = needed_storages(liveness.demand)
     nothing: frozenset[int] = frozenset()
+    starts = [(needed, needed), (nothing, needed), (nothing, nothing)]
     best: tuple[int, list[int]] | None = None
     low = bound
-    for level_number in range(LEVELS):
+    for _ in range(LEVELS):
         level = low if best is None else (low + best[0]) // 2
-        reached = False
-        for kept, held in ((needed, needed), (nothing, needed), (nothing, nothing)):
+        reached: list[tuple[int, list[int], int]] = []
+        for number, (kept, held) in enumerate(starts):
             try:
                 choice = Choice(liveness, kept, held, level)
                 tight = on_demand(liveness.demand, kept, held, tight=True)
             except SolverError:
                 continue  # recomputes without end in sight
             descend(choice, deadline=deadline)
-            found = min(choice.lowest, (liveness.peak(tight).peak_bytes, tight))
-            if best is None or found[0] < best[0]:
-                best = found
-            if best[0] <= level:
-                reached = True
-                break
-            if level_number and time.perf_counter() > deadline:
-                break
-        assert best is not None
+            peak, order = min(choice.lowest, (liveness.peak(tight).peak_bytes, tight))
+            reached.append((peak, order, number))
         if not reached:
+            break
+        reached.sort()
+        peak, order, _ = reached[0]
+        # Lower levels only from the two starts that got lowest: each descent takes its time.
+        starts = [starts[number] for _, _, number in reached[:2]]
+        if best is None or peak < best[0]:
+            best = (peak, order)
+        if best[0] > level:
             low = level
         if best[0] - low <= max(1, bound // 1000) or time.perf_counter() > deadline:
             break

@@ -17,7 +17,7 @@ from autockpt_solvers.solution import Outcome, Solution, measured, with_bound
 __all__ = ["solve"]
 
 # Binaries beyond which the integer program is out of reach.
-ILP_LIMIT = 150_000
+ILP_LIMIT = 60_000
 
 
 def solve(
@@ -63,27 +63,17 @@ def solve(
     say = progress or (lambda line: None)
     if budget_bytes is None and method == "auto":
         return keep_all.solve(problem, None, time_limit_s=time_limit_s)
-    try:
-        if method == "auto":
-            found = _auto(problem, budget_bytes, time_limit_s, say)
-        else:
+    if method == "auto":
+        found = _auto(problem, budget_bytes, time_limit_s, say)
+    else:
+        try:
             found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
-    except SolverError:
-        if budget_bytes is None:
+        except SolverError:
+            if budget_bytes is not None:
+                smallest = minimum(problem, time_limit_s=time_limit_s)
+                if smallest.peak_bytes > budget_bytes:
+                    raise _infeasible(problem, budget_bytes, smallest) from None
             raise
-        say("no schedule yet; looking for the smallest peak")
-        smallest = minimum(problem, time_limit_s=time_limit_s)
-        if smallest.peak_bytes > budget_bytes:
-            raise _infeasible(problem, budget_bytes, smallest) from None
-        if method != "auto":
-            raise
-        found = measured(
-            problem,
-            smallest.schedule,
-            budget_bytes=budget_bytes,
-            method="minimum",
-            started=started,
-        )
     found = _checked(problem, budget_bytes, found)
     if found.outcome is not Outcome.OPTIMAL and found.lower_bound_ns == 0:
         say("proving a bound")
@@ -96,6 +86,7 @@ def solve(
 def _auto(
     problem: Problem, budget_bytes: int | None, time_limit_s: float, say: Callable[[str], None]
 ) -> Solution:
+    started = time.perf_counter()
     try:
         return keep_all.solve(problem, budget_bytes)
     except SolverError:
@@ -105,11 +96,28 @@ def _auto(
             return exhaustive.solve(problem, budget_bytes, time_limit_s=time_limit_s / 2)
         except SolverError:
             pass  # too many states, or nothing fits
-    if ilp.program_size(problem) <= ILP_LIMIT:
-        say(f"integer program, up to {time_limit_s:.0f} s")
-        return ilp.solve(problem, budget_bytes, time_limit_s=time_limit_s)
-    say(f"greedy search, up to {time_limit_s:.0f} s")
-    return greedy.solve(problem, budget_bytes, time_limit_s=time_limit_s)
+    assert budget_bytes is not None
+    say("greedy search")
+    try:
+        found = greedy.solve(problem, budget_bytes, time_limit_s=0.4 * time_limit_s)
+    except SolverError:
+        say("no schedule yet; looking for the smallest peak")
+        smallest = minimum(problem, time_limit_s=time_limit_s)
+        if smallest.peak_bytes > budget_bytes:
+            raise _infeasible(problem, budget_bytes, smallest) from None
+        found = measured(
+            problem,
+            smallest.schedule,
+            budget_bytes=budget_bytes,
+            method="minimum",
+            started=started,
+        )
+    left_s = started + time_limit_s - time.perf_counter()
+    if ilp.program_size(problem) > ILP_LIMIT or left_s < 0.1 * time_limit_s:
+        return found
+    say(f"integer program, up to {left_s:.0f} s")
+    start = found.schedule.backward_computes
+    return ilp.solve(problem, budget_bytes, time_limit_s=left_s, start=start)
 
 
 def _checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Solution:

@@ -8,6 +8,7 @@ schedules it looks for recompute each operation at most once between two backwar
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -29,10 +30,24 @@ __all__ = ["program_size", "solve"]
 
 # Columns beyond which operations inside stages are bounded by rows instead of promoted.
 LARGE = 4000
+# Columns beyond which a window search goes before the whole program.
+HARD = 20_000
 
 
-def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 60.0) -> Solution:
+def solve(
+    problem: Problem,
+    budget_bytes: int | None,
+    *,
+    time_limit_s: float = 60.0,
+    start: Sequence[int] | None = None,
+) -> Solution:
     """Return the cheapest schedule found, with its proved bound.
+
+    Args:
+        problem: the problem.
+        budget_bytes: bound on the peak; None for no limit.
+        time_limit_s: time limit, in seconds.
+        start: backward order of a schedule to start from; by default greedy's.
 
     Raises:
         SolverError: no schedule was found within the budget and the time.
@@ -41,7 +56,7 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     if budget_bytes is None:
         return keep_all.solve(problem, None)
     search = _Search(problem, budget_bytes, started, time_limit_s)
-    search.run()
+    search.run(start)
     if search.order is None:
         raise SolverError(
             f"ilp finds no schedule within {budget_bytes:,} bytes"
@@ -132,24 +147,25 @@ class _Search:
 
     # ---------------------------------------------------------------- the search
 
-    def run(self) -> None:
+    def run(self, start: Sequence[int] | None = None) -> None:
         """Search until closed or out of time."""
-        try:
-            start = greedy.solve(
-                self.problem, self.budget_bytes, time_limit_s=0.2 * self.time_limit_s
-            )
-        except SolverError:
-            pass
-        else:
-            self.accept(start.schedule.backward_computes)
+        if start is None:
+            with contextlib.suppress(SolverError):
+                found = greedy.solve(
+                    self.problem, self.budget_bytes, time_limit_s=0.2 * self.time_limit_s
+                )
+                start = found.schedule.backward_computes
+        if start is not None:
+            self.accept(start)
         program: StageProgram | None = None
         while self.left_s > 0 and not self.closed:
             if program is None:
                 program = self._build()
                 if program is None:
                     return
-                # A good start prunes more of the whole program than it costs.
-                self._improve(program, time.perf_counter() + 0.15 * self.left_s)
+                if len(program.program.cost) > HARD:
+                    # A good start prunes more of the whole program than it costs.
+                    self._improve(program, time.perf_counter() + 0.15 * self.left_s)
                 continue
             with MipProcess(program.program) as process:
                 result = process.solve(

@@ -19,7 +19,7 @@ from autockpt_solvers.methods.ilp.program import StageProgram
 __all__ = ["improve"]
 
 SHARE = 14  # a window is at first so small a part of the operations
-PATIENCE = 12  # windows without success before they grow
+PATIENCE = 5  # windows without success before they grow
 
 
 def improve(
@@ -71,7 +71,7 @@ def improve(
                 lower=lower,
                 upper=upper,
             )
-            better = result.values is not None and result.objective < objective * (1 - 1e-7)
+            better = result.values is not None and result.objective < objective * (1 - 1e-6)
             if better and result.values is not None and accept(program.order(list(result.values))):
                 point, objective = result.values, result.objective
                 failures = 0
