@@ -29,6 +29,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsNoVcCheckAOTOutput,
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -197,6 +198,7 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
         return forward, backward
 
     def compiler(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        _give_no_buffer_away()
         run = boxed(module)
         if "autockpt_forward" in module.meta:
             return _watched_forward(run, watches[module.meta["autockpt_forward"]])
@@ -216,10 +218,25 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
     compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with dynamo_config.patch(ignore_logging_functions=_said_once()):
+        # Hooks that come and go after the capture are guarded on.
+        with dynamo_config.patch(
+            ignore_logging_functions=_said_once(), skip_nnmodule_hook_guards=False
+        ):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _give_no_buffer_away() -> None:
+    """Keep torch from refusing retain_graph.
+
+    It refuses where saved tensors may be donated to the backward. That is switched off here, but
+    the None it leaves behind counts as donated; an empty list does not.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
+        metadata.bw_donated_idxs = []
 
 
 def _said_once() -> set[Callable[..., Any]]:
@@ -512,6 +529,10 @@ class AllocationTracker(TorchDispatchMode):
                 self._alive[storage._cdata] = (StorageWeakRef(storage), size)
                 self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def count_now(self) -> None:
+        """Take what has been freed since the last operator off the count."""
+        self._collect()
 
     def _collect(self) -> None:
         for key in [k for k, (ref, _) in self._alive.items() if ref.expired()]:

@@ -61,6 +61,7 @@ class Around:
         resident_bytes: parameters, buffers, inputs, optimizer state, gradients there before.
         loss_bytes: peak allocated between the forward's return and the backward's begin, beyond
             the user's outputs and their gradients.
+        loss_held_bytes: the part of it that lives on to the end of the backward.
         released: for each forward output whether the user has let go of it before the backward.
         gradients_exist: gradients are accumulated into existing ones.
         optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
@@ -68,6 +69,7 @@ class Around:
 
     resident_bytes: int = 0
     loss_bytes: int = 0
+    loss_held_bytes: int = 0
     released: tuple[bool, ...] | None = None
     gradients_exist: bool = False
     optimizer_bytes: int = 0
@@ -168,6 +170,7 @@ class _Builder:
             if any(_torch.storage_key(t) in stale for t in tensors(p))
         }
         self.held = self._held()
+        self.loss_storage = -1
 
     def build(self) -> Formulation:
         capture = self.capture
@@ -207,12 +210,13 @@ class _Builder:
             self._node(index, "", None, (), extra_inputs=olds)
         end = self._accumulate()
         forward_made = {s for own in capture.outputs for s in own if self._forward(s)}
-        # loss.backward() keeps the one it starts from until it returns.
+        # loss.backward() keeps the tangent it starts from until it returns: one of these, where
+        # nothing of the user's stands between.
         end |= {
             s
             for tangent in capture.joint.tangents
             for s in capture.lives_in[tangent]
-            if s >= 0 and tensors(tangent)[0].dim() == 0
+            if s >= 0 and tensors(tangent)[0].dim() == 0 and self.loss_storage < 0
         }
         problem = Problem(
             storages=tuple(self.storages),
@@ -220,7 +224,7 @@ class _Builder:
             barrier=barrier,
             resident_bytes=self.around.resident_bytes,
             live_at_barrier=frozenset(forward_made | self.held | set(capture.new_buffers)),
-            live_at_end=frozenset((end | self.held) - {-1}),
+            live_at_end=frozenset((end | self.held | {self.loss_storage}) - {-1}),
             name=self.name,
         )
         return Formulation(
@@ -381,12 +385,17 @@ class _Builder:
             if s >= 0
         )
         outputs = {s for own in self.capture.outputs for s in own if self._forward(s)}
+        held = self.around.loss_held_bytes
+        if held:
+            self.loss_storage = len(self.storages)
+            self.storages.append(Storage("held_by_the_loss", held))
+            tangents = (*tangents, self.loss_storage)
         self.operations.append(
             Operation(
                 name="loss_outside_the_graph",
                 inputs=tuple(sorted(outputs)),
                 outputs=tangents,
-                workspace_bytes=self.around.loss_bytes,
+                workspace_bytes=self.around.loss_bytes - held,
                 kind="loss",
                 outside=True,
             )

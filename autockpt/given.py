@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autockpt_solvers.errors import PlanMismatch
+from autockpt_solvers.errors import PlanMismatch, ScheduleError
 from autockpt_solvers.memory import simulate
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
@@ -33,7 +33,12 @@ def transfer(
             "Plan again for this model, these input shapes and this version of torch."
         )
     schedule = _transferred(given, problem)
-    peak = simulate(problem, schedule).peak_bytes
+    try:
+        peak = simulate(problem, schedule).peak_bytes
+    except ScheduleError as error:
+        raise PlanMismatch(
+            f"the plan's schedule is not possible on this step: {error}. Plan again."
+        ) from None
     limit = budget_bytes if budget_bytes is not None else given.budget_bytes
     if limit is not None and peak > limit:
         raise PlanMismatch(

@@ -19,10 +19,10 @@ from autockpt import _torch
 from autockpt.capture import Capture
 from autockpt.device import Device
 from autockpt.formulate import Around
-from autockpt.on_demand import backward_on_demand
 from autockpt.planning import Made
 from autockpt.roofline import Modelled
 from autockpt.tangents import tensors
+from autockpt.unforeseen import unforeseen_backward
 from autockpt_solvers.plan import Plan
 
 __all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders"]
@@ -146,7 +146,7 @@ class Graph(_torch.Watch):
         else:
             if absent not in self._others:
                 self._others[absent] = _torch.boxed(
-                    backward_on_demand(self.joint, absent, self.saved)
+                    unforeseen_backward(self.joint, absent, self.saved)
                 )
             gradients = self._others[absent](args)
         if not self.settled:
@@ -162,11 +162,9 @@ class Graph(_torch.Watch):
         where that comes first, when the autograd graph behind ``node`` is released: inside the
         backward it cannot be, since autograd puts the modes back when it returns.
 
-        A loss inside the graph leaves a single number behind, and nothing worth counting.
         """
         ran, self._ran = self._ran, False
-        outside = any(tensors(t)[0].numel() > 1 for t in self.captured.joint.tangents)
-        if ran and outside and self._tracker is None and self.found is None:
+        if ran and self._tracker is None and self.found is None:
             self._tracker = _torch.AllocationTracker(self.device.round_up)
             self._tracker.__enter__()
             _torch.when_released(node, self.stop_watching)
@@ -181,7 +179,7 @@ class Graph(_torch.Watch):
             self._tracker = None
 
     def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:
-        loss_bytes = 0
+        loss_bytes = held = 0
         if self._tracker is not None:
             self._tracker.active = False
             arrived = sum(
@@ -189,8 +187,13 @@ class Graph(_torch.Watch):
                 for t in tangents
                 if t is not None
             )
-            loss_bytes = max(0, self._tracker.peak_bytes - arrived)
-        self.found = (replace(self.around, loss_bytes=loss_bytes, released=None), absent)
+            self._tracker.count_now()
+            held = max(0, self._tracker.live_bytes - arrived)
+            loss_bytes = max(held, self._tracker.peak_bytes - arrived)
+        self.found = (
+            replace(self.around, loss_bytes=loss_bytes, loss_held_bytes=held, released=None),
+            absent,
+        )
 
     def _see_outputs(self) -> None:
         assert self.found is not None

@@ -7,6 +7,7 @@ call. Class, parameters, keys and hooks stay as they are; what is added hangs on
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,13 +35,20 @@ from autockpt.planning import (
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
-from autockpt_solvers.errors import AutockptError, CaptureError, InfeasibleBudget, InputError
-from autockpt_solvers.minimum import minimum
+from autockpt.unforeseen import lacking
+from autockpt_solvers.errors import (
+    AutockptError,
+    CaptureError,
+    InfeasibleBudget,
+    InputError,
+    PlanMismatch,
+)
 from autockpt_solvers.plan import Plan
 
 __all__ = ["Handle", "as_tuple", "optimize", "require_trainable", "restore"]
 
 _SHORT_CUTS = ("plan",)
+_LOG = logging.getLogger("autockpt")
 
 
 def optimize(
@@ -145,6 +153,7 @@ class Handle:
         self._graphs: list[Graph] = []
         self._inputs: Any = None
         self._started = 0.0
+        self._warned = False
 
     # -------------------------------------------------------------- on and off the model
 
@@ -246,6 +255,11 @@ class Handle:
         captured, known, made = self._planned(joint, key)
         started = time.perf_counter()
         forward, backward = rewrite(made.formulation, made.plan.schedule)
+        if captured.absent:
+            # Should the backward start from other outputs than assumed, it must be possible.
+            lacks = lacking(joint, saved_placeholders(backward, captured))
+            if lacks:
+                forward, backward = rewrite(made.formulation, made.plan.schedule, lacks)
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
         made = Made(replace(made.plan, stages_s=stages), made.formulation)
         graph = Graph(key, joint, captured, known, made, self._device())
@@ -260,33 +274,25 @@ class Handle:
         captured = read_joint(joint, known.absent if known is not None else None)
         if known is None:
             return captured, *self._guessed(captured)
-        return captured, known, self._make(captured, known.around, known.plan)
+        made = None
+        if known.plan is not None:
+            made = self._unchanged(captured, known.around, known.plan)
+        return captured, known, made or self._settled(captured, known.around)
 
     def _guessed(self, captured: Capture) -> tuple[Known, Made]:
         most, least = guessed(captured, self._around())
         try:
             return Known(most), self._make(captured, most)
         except InfeasibleBudget:
-            if least == most or not self._fits(captured, least):
+            if least == most or not self._within_budget(self._smallest(captured, least).plan):
                 raise
         # It may fit, depending on what the user's loss allocates. The first step shows it; until
         # then the smallest peak there is.
-        unlimited = replace(self.options, budget=None, solver="auto")
-        made = self._make(captured, most, options=unlimited)
-        budget_bytes = budget_of(self.options, self._device())
-        return Known(most), smallest(made, budget_bytes)
+        return Known(most), self._smallest(captured, most)
 
-    def _make(
-        self,
-        captured: Capture,
-        around: Around,
-        given: Plan | None = None,
-        options: Options | None = None,
-    ) -> Made:
+    def _make(self, captured: Capture, around: Around, options: Options | None = None) -> Made:
         options = options or self.options
-        if given is not None:
-            options = replace(options, given=given)
-        elif options.given is not None and self._graphs:
+        if options.given is not None and self._graphs:
             # The user's plan is for one input shape; others are planned within its budget.
             budget = options.budget if options.budget is not None else options.given.budget_bytes
             options = replace(options, given=None, budget=budget)
@@ -299,13 +305,6 @@ class Handle:
             capture_s=time.perf_counter() - self._started,
             progress=self.progress,
         )
-
-    def _fits(self, captured: Capture, around: Around) -> bool:
-        budget_bytes = budget_of(self.options, self._device())
-        unlimited = replace(self.options, budget=None, solver="auto", given=None)
-        made = self._make(captured, around, options=unlimited)
-        smallest_peak = minimum(made.formulation.problem).peak_bytes
-        return budget_bytes is None or smallest_peak <= budget_bytes
 
     def _device(self) -> Device | Modelled:
         return self.modelled or device_of(_device(self.model))
@@ -354,18 +353,64 @@ class Handle:
             return True
         if around == graph.around:
             return False
-        same = self._make(graph.captured, around, graph.made.plan, options=no_limit(self.options))
-        budget_bytes = budget_of(self.options, self._device())
-        cheapest = same.plan.extra_time_s == 0
-        fits = budget_bytes is None or same.plan.peak_bytes <= budget_bytes
-        made = same if cheapest and fits else self._make(graph.captured, around)
-        if made.plan.schedule == same.plan.schedule:
+        same = self._unchanged(graph.captured, around, graph.made.plan)
+        made = same
+        if made is None or made.plan.extra_time_s > 0 or not self._within_budget(made.plan):
+            made = self._settled(graph.captured, around)
+        if same is not None and made.plan.schedule == same.plan.schedule:
             graph.around = around
-            graph.made = Made(replace(same.plan, budget_bytes=budget_bytes), same.formulation)
-            self._show(graph.made.plan)
+            graph.made = same
+            self._show(same.plan)
             return False
         self._known[graph.key] = Known(around, absent, made.plan, settled=True)
         return True
+
+    def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:
+        """The plan's schedule on the step as it is known now; None where it is not possible."""
+        try:
+            made = make_plan(
+                captured,
+                around,
+                replace(no_limit(self.options), given=plan),
+                self._device(),
+                model_name=type(self.model).__name__,
+                capture_s=plan.stages_s.get("capture", 0.0),
+                progress=self.progress,
+            )
+        except PlanMismatch:  # it relied on what the user turned out not to hold
+            return None
+        budget_bytes = budget_of(self.options, self._device())
+        return Made(replace(made.plan, budget_bytes=budget_bytes), made.formulation)
+
+    def _settled(self, captured: Capture, around: Around) -> Made:
+        """Plan a step that is known. Training goes on where the budget turns out too small.
+
+        A budget that is too small whatever the user does around the graph has been refused at the
+        first forward. What is left is the user's loss or accumulated gradients, and a run that has
+        begun is not broken off for them: the smallest peak there is, and a warning.
+        """
+        try:
+            return self._make(captured, around)
+        except InfeasibleBudget as error:
+            _LOG.log(
+                logging.DEBUG if self._warned else logging.WARNING,
+                "the budget of %s bytes cannot be kept: with what the training loop allocates "
+                "around the model (its loss, gradients kept from before) a step needs at least "
+                "%s bytes. It runs with that peak.",
+                f"{error.budget_bytes:,}",
+                f"{error.minimum_bytes:,}",
+            )
+            self._warned = True
+            return self._smallest(captured, around)
+
+    def _smallest(self, captured: Capture, around: Around) -> Made:
+        """The plan with the smallest peak there is."""
+        made = self._make(captured, around, no_limit(self.options))
+        return smallest(made, budget_of(self.options, self._device()))
+
+    def _within_budget(self, plan: Plan) -> bool:
+        budget_bytes = budget_of(self.options, self._device())
+        return budget_bytes is None or plan.peak_bytes <= budget_bytes
 
 
 # ------------------------------------------------------------------ small questions to a model

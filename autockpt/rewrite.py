@@ -24,14 +24,21 @@ from autockpt.tangents import tensors
 from autockpt_solvers.errors import ScheduleError
 from autockpt_solvers.schedule import Schedule, free_early
 
-__all__ = ["rewrite", "rewrite_backward"]
+__all__ = ["backward_needs", "rewrite", "rewrite_backward"]
 
 
-def rewrite(formulation: Formulation, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def rewrite(
+    formulation: Formulation, schedule: Schedule, also_save: Sequence[str] = ()
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward graph that execute a schedule.
 
     The forward returns what the joint graph's forward returns, then what it saves; the backward
     takes what was saved, then the outputs' gradients, as AOTAutograd lays down.
+
+    Args:
+        formulation: the step.
+        schedule: what to execute.
+        also_save: names of forward nodes to save although this backward does not read them.
 
     Raises:
         ScheduleError: the schedule does not free at last uses, which generated code cannot do.
@@ -53,6 +60,9 @@ def rewrite(formulation: Formulation, schedule: Schedule) -> tuple[fx.GraphModul
     for operation in schedule.backward_computes:
         backward.run(operation)
     gradients = [_value(backward, x) for x in joint.backward_outputs]
+    for node in joint.module.graph.nodes:
+        if node.name in also_save:
+            backward.stored(node)
     saved = _in_saving_order(list(backward.asked))
     backward.order(
         [
@@ -70,6 +80,17 @@ def rewrite(formulation: Formulation, schedule: Schedule) -> tuple[fx.GraphModul
         ),
         backward.output(gradients, list(joint.backward_descriptors)),
     )
+
+
+def backward_needs(formulation: Formulation, backward: Sequence[int]) -> list[str]:
+    """Return the names of what a forward must save for a backward that runs these operations."""
+    forward = _Generous(())
+    writer = _Writer(formulation, forward)
+    for operation in backward:
+        writer.run(operation)
+    for output in formulation.capture.joint.backward_outputs:
+        _value(writer, output)
+    return list(forward.saved)
 
 
 def rewrite_backward(
@@ -128,10 +149,21 @@ class _Saved:
         self.runs: dict[int, int] = {}
 
     def stored(self, key: _Key) -> fx.Node:
-        name = key.name if isinstance(key, fx.Node) else f"{key[0]}_of_{key[1].name}"
+        name = _key_name(key)
         if name not in self.saved:
             raise ScheduleError(f"the forward has not saved {name}")
         return self.saved[name]
+
+
+class _Generous(_Saved):
+    """Stands for a forward that saves whatever it is asked for."""
+
+    def stored(self, key: _Key) -> fx.Node:
+        return self.saved.setdefault(_key_name(key), _meta_node(key))
+
+
+def _key_name(key: _Key) -> str:
+    return key.name if isinstance(key, fx.Node) else f"{key[0]}_of_{key[1].name}"
 
 
 class _Writer:

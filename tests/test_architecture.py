@@ -28,7 +28,7 @@ ORDER = [
     "formulate",
     "replay",
     "rewrite",
-    "on_demand",
+    "unforeseen",
     "resident",
     "given",
     "planning",

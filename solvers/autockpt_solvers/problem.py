@@ -162,16 +162,15 @@ class Problem:
     def fingerprint(self) -> str:
         """Digest of the captured graph: operators, sizes, connections.
 
-        Names, costs and what happens outside the graph are left out: two captures of one model
-        with equal shapes agree in it.
+        Names, costs, what may run again and what happens outside the graph are left out: two
+        captures of one model with equal shapes agree in it.
         """
         inside = [op for op in self.operations if not op.outside]
         made = [s for op in inside for s in op.outputs]
         shape: dict[str, Any] = {
             "sizes": [(s, self.storages[s].size_bytes) for s in made],
             "operations": [
-                (op.kind, op.inputs, op.outputs, op.recompute_inputs, op.recompute_outputs)
-                for op in inside
+                (op.kind, op.inputs, op.outputs, op.optional) for op in inside
             ],
         }
         text = json.dumps(shape, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""On demand: a backward that no plan foresaw, behind a forward that has already run.
+"""Unforeseen: a backward that the plan did not expect, behind a forward that has already run.
 
 The user's backward may start from other outputs than the plan took for granted. The gradients
 must be right all the same: this backward recomputes what it needs from what the forward saved,
@@ -13,15 +13,15 @@ from torch import fx
 
 from autockpt._torch import JointGraph
 from autockpt.capture import read_joint
-from autockpt.formulate import Around, Role, formulate
+from autockpt.formulate import Around, Formulation, Role, formulate
 from autockpt.profile import unmeasured
-from autockpt.rewrite import rewrite_backward
+from autockpt.rewrite import backward_needs, rewrite_backward
 from autockpt_solvers.errors import CaptureError
 
-__all__ = ["backward_on_demand"]
+__all__ = ["lacking", "unforeseen_backward"]
 
 
-def backward_on_demand(
+def unforeseen_backward(
     joint: JointGraph, absent: frozenset[int], saved: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """Return a backward for exactly these absent tangents, from these saved values.
@@ -29,10 +29,33 @@ def backward_on_demand(
     Raises:
         CaptureError: it needs a value that was neither saved nor may be computed again.
     """
+    names = {node.name for node in saved}
+    formulation, order = _on_demand(joint, absent, names)
+    lacks = [name for name in backward_needs(formulation, order) if name not in names]
+    if lacks:
+        raise CaptureError(
+            f"this backward starts from other outputs than the one before it, and needs "
+            f"{', '.join(lacks)}, which was not saved and may not be computed again. "
+            "Call autockpt.restore(model) to train without a plan, or detach the outputs that "
+            "the loss does not use."
+        )
+    return rewrite_backward(formulation, order, saved)
+
+
+def lacking(joint: JointGraph, saved: Sequence[fx.Node]) -> list[str]:
+    """Return what must be saved beside ``saved`` for every backward to be possible."""
+    names = {node.name for node in saved}
+    needs = backward_needs(*_on_demand(joint, frozenset(), names))
+    return [name for name in needs if name not in names]
+
+
+def _on_demand(
+    joint: JointGraph, absent: frozenset[int], names: set[str]
+) -> tuple[Formulation, list[int]]:
+    """The step, and its backward with every value recomputed at need that may be."""
     captured = read_joint(joint, absent)
     formulation = formulate(captured, unmeasured(captured), Around())
     problem = formulation.problem
-    names = {node.name for node in saved}
     have = {
         number
         for number, storage in enumerate(captured.storages)
@@ -46,12 +69,9 @@ def backward_on_demand(
             return
         index = problem.producer[storage]
         op = problem.operations[index]
+        have.add(storage)
         if op.recompute_inputs is None:
-            raise CaptureError(
-                f"this backward needs {problem.storages[storage].name}, which was not saved "
-                f"and may not be computed again ({op.fixed}). Run the step once more: "
-                "the next plan knows from which outputs the backward starts."
-            )
+            return
         for needed in op.recompute_inputs:
             provide(needed)
         order.append(index)
@@ -62,4 +82,4 @@ def backward_on_demand(
             provide(storage)
         if formulation.origins[index].role is Role.NODE:
             order.append(index)
-    return rewrite_backward(formulation, order, saved)
+    return formulation, order
