@@ -12,7 +12,7 @@ import logging
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -283,13 +283,31 @@ def compiled_nodes(output: Any) -> list[Any]:
     Views that AOTAutograd takes again outside the graph stand on top of them.
     """
     found: list[Any] = []
-    for leaf in tensor_leaves(output):
+    for leaf in _tensors_anywhere(output):
         node: Any = leaf.grad_fn
         while node is not None and not hasattr(node, "set_materialize_grads"):
             node = node.next_functions[0][0] if node.next_functions else None
         if node is not None and not any(node is other for other in found):
             found.append(node)
     return found
+
+
+def _tensors_anywhere(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a model's output, of whatever classes it is made."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes, int, float, nn.Module)):
+        if isinstance(value, Mapping):
+            inner: Iterable[Any] = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        elif hasattr(value, "__slots__") or hasattr(value, "__dict__"):
+            names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
+            inner = [getattr(value, name, None) for name in names]
+        else:
+            inner = ()
+        for item in inner:
+            yield from _tensors_anywhere(item, depth - 1)
 
 
 def keep_missing_gradients(node: Any) -> None:

@@ -21,6 +21,7 @@ from autockpt.picture import draw_timeline
 from autockpt.report import report_dict, report_text
 from autockpt_solvers.errors import AutockptError
 from autockpt_solvers.plan import Plan
+from autockpt_solvers.units import format_bytes
 
 __all__ = ["main"]
 
@@ -112,8 +113,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="recompute the tensors of modules of this path; may be repeated",
     )
-    plan.add_argument("--device", help="plan for this device (default: the model's)")
+    plan.add_argument(
+        "--device",
+        metavar="GPU",
+        help="model this GPU, see `autockpt devices` (default: measure on the model's device)",
+    )
     plan.set_defaults(run=_run_plan)
+
+    devices = commands.add_parser(
+        "devices",
+        help="list the GPUs that can be planned for without having one",
+        description="List the GPUs that --device knows, with the figures their model rests on.",
+    )
+    devices.set_defaults(run=_run_devices)
 
     inspect = commands.add_parser(
         "inspect", help="print the report of a saved plan", description="Report a saved plan."
@@ -163,6 +175,17 @@ def _run_plan(arguments: argparse.Namespace) -> None:
     print(report_text(plan), end="")
     if output is not None:
         print(f"saved to {output}", file=sys.stderr)
+
+
+def _run_devices(arguments: argparse.Namespace) -> None:
+    from autockpt.roofline import GPUS
+
+    print(f"{'name':<12} {'memory':>10} {'bandwidth':>10} {'16-bit':>12} {'32-bit':>12}")
+    for name, gpu in GPUS.items():
+        print(
+            f"{name:<12} {format_bytes(gpu.memory_bytes):>10} {gpu.bandwidth / 1e12:>5.2f} TB/s "
+            f"{gpu.half / 1e12:>6.0f} TFLOPS {gpu.single / 1e12:>6.1f} TFLOPS"
+        )
 
 
 def _run_inspect(arguments: argparse.Namespace) -> None:

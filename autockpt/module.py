@@ -101,7 +101,7 @@ def optimize(
     require_trainable(model)
     device_of(_device(model))
     if backend != "eager":
-        raise ValueError(f"backend={backend!r} is unknown; there is 'eager'.")
+        raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
     options = options_of(
         budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute, given=plan
     )

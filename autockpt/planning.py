@@ -23,7 +23,7 @@ from autockpt.pins import Pins
 from autockpt.profile import profile
 from autockpt.replay import state_bytes
 from autockpt.roofline import Modelled
-from autockpt_solvers.errors import InfeasibleBudget
+from autockpt_solvers.errors import InfeasibleBudget, InputError, PinError, SolverError
 from autockpt_solvers.methods import METHODS
 from autockpt_solvers.minimum import minimum
 from autockpt_solvers.plan import Plan
@@ -73,19 +73,19 @@ def options_of(
 
     Raises:
         BudgetError: the budget is none of the accepted forms.
-        SolverError, ValueError: an option has no meaning.
+        SolverError, PinError, InputError: an option has no meaning.
     """
     if isinstance(budget, str) and budget.strip().endswith("%"):
         parse_budget(budget, total_bytes=1 << 62)
     else:
         parse_budget(budget, total_bytes=None)
     if solver != "auto" and solver not in METHODS:
-        raise ValueError(f"solver={solver!r} is unknown; there are auto, {', '.join(METHODS)}.")
+        raise SolverError(f"solver={solver!r} is unknown; there are auto, {', '.join(METHODS)}.")
     if not time_limit > 0:
-        raise ValueError(f"time_limit={time_limit!r} must be a number of seconds above 0.")
+        raise InputError(f"time_limit={time_limit!r} must be a number of seconds above 0.")
     for option, patterns in (("keep", keep), ("recompute", recompute)):
         if isinstance(patterns, str):
-            raise ValueError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
+            raise PinError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
     return Options(budget, solver, float(time_limit), Pins(tuple(keep), tuple(recompute)), loaded)
 

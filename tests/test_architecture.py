@@ -20,9 +20,11 @@ SOLVER_HALF = ROOT / "solvers" / "autockpt_solvers"
 ORDER = [
     "budget",
     "_torch",
-    "device",
     "pins",
     "tangents",
+    "device",
+    "roofline",
+    "weights",
     "capture",
     "profile",
     "formulate",

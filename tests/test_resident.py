@@ -81,8 +81,14 @@ def test_an_optimizers_memory_is_what_its_steps_allocate(name: str) -> None:
     model.zero_grad(set_to_none=True)
     assert predicted.state_bytes == measured_resident(model, (), optimizer) - without
     give_gradients(model)
-    measured = measure_peak(optimizer.step).delta_bytes
-    assert abs(predicted.step_bytes - measured) <= 0.01 * without
+
+    def step() -> None:
+        torch.zeros(1)  # one allocation at least: the profiler has to report something
+        optimizer.step()
+
+    # Single numbers (step counts, bias corrections) are no allocation worth predicting.
+    numbers = 16
+    assert 0 <= measure_peak(step).delta_bytes - predicted.step_bytes <= numbers
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -5,7 +5,7 @@
     AutockptError
     ├── BudgetError (ValueError)      the budget cannot be read
     ├── InfeasibleBudget              no schedule fits the budget
-    ├── PinError (ValueError)         a keep= or recompute= pattern matches nothing, or two clash
+    ├── PinError (ValueError)         a keep= or recompute= pattern cannot be met
     ├── CaptureError                  the model cannot be captured as one training graph
     ├── InputError (TypeError)        the inputs do not fit the model's forward
     ├── PlanMismatch                  a loaded plan was made for another model, input or torch
@@ -48,7 +48,9 @@ class InfeasibleBudget(AutockptError):
     Attributes:
         budget_bytes: the budget that was asked for.
         minimum_bytes: the smallest budget a schedule was found for; planning with it succeeds.
-        tensors: ``(name, size_bytes)`` of the tensors that make the minimum's peak, largest first.
+        tensors: ``(name, size_bytes)`` of what makes the minimum's peak, largest first: tensors
+            with their module and source line, the workspace of the operation that runs there, and
+            what is resident throughout. The bytes add up to ``minimum_bytes``.
     """
 
     def __init__(

@@ -1,12 +1,16 @@
-"""The one door to HiGHS: linear and integer programs as arrays, solved in bounded time.
+"""The one door to HiGHS: programs stated in PuLP, solved in bounded time.
 
-PuLP, the modelling language of the other programs, is not used here: stage programs have 10^4
-columns and 10^5 nonzeros, which PuLP takes longer to build than HiGHS to solve, and three things
-are needed that it does not hand through: row duals at a time limit, the dual bound of an
-unfinished search, and a start.
+A :class:`Program` is a ``pulp.LpProblem`` with numbered columns: ``program.model.writeLP(path)``
+writes it for people. PuLP's own HiGHS solver hands a model over column by column and row by row;
+:class:`WholeModel`, a subclass of it, hands it over as arrays and adds what PuLP leaves out: row
+duals where the time is up, the dual bound of an unfinished search, and a start that HiGHS takes.
+
+What stating a program in PuLP costs, in seconds on one core, in all (of it PuLP):
+MEASURED
 
 Integer programs run in a child process. HiGHS can overrun its time limit several-fold; the child
-reports every better solution and bound as it comes, and is killed when the time is up.
+reports every better solution and bound as it comes, and is killed when the time is up. The child
+is sent arrays, not the model, which takes longer to pickle than to state.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import highspy  # type: ignore[import-untyped]
 import numpy as np
+import pulp  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -37,6 +42,7 @@ __all__ = [
     "MipProcess",
     "MipResult",
     "Program",
+    "WholeModel",
     "run_mip",
     "safe_bound",
     "solve_lp",
@@ -53,58 +59,108 @@ SMALL = 1500
 Message = tuple[str | None, Floats | None, float, float]
 
 
-@dataclass
 class Program:
-    """Minimise ``cost @ x`` subject to ``row_lower <= A x <= row_upper``, ``lower <= x <= upper``.
+    """A linear or integer program to be minimised, as a PuLP model.
 
     Every column has finite bounds, so that any dual vector proves a bound.
+
+    Attributes:
+        model: the model.
+        variables: its variables; a column is known by its number here.
+        rows: its constraints, likewise.
+
+    >>> program = Program("example")
+    >>> x, y = program.variable("x", 1.0), program.variable("y", 2.0)
+    >>> _ = program.row("cover", [(x, 1), (y, 1)], lower=1)
+    >>> print(program.model)
+    example:
+    MINIMIZE
+    1.0*x + 2.0*y + 0.0
+    SUBJECT TO
+    cover: x + y >= 1
+    <BLANKLINE>
+    VARIABLES
+    0 <= x <= 1 Integer
+    0 <= y <= 1 Integer
+    <BLANKLINE>
     """
 
-    cost: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    row_lower: list[float] = field(default_factory=list)
-    row_upper: list[float] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    def __init__(self, name: str = "program") -> None:
+        self.model = pulp.LpProblem(name, pulp.LpMinimize)
+        self.model.setObjective(pulp.LpAffineExpression())
+        self.variables: list[Any] = []
+        self.rows: list[Any] = []
 
-    def variable(self, cost: float = 0.0, *, upper: float = 1.0, integer: bool = True) -> int:
-        """Add a column from 0 to ``upper`` and return its number."""
-        self.cost.append(cost)
-        self.lower.append(0.0)
-        self.upper.append(upper)
-        self.integer.append(integer)
-        return len(self.cost) - 1
+    def variable(
+        self, name: str, cost: float = 0.0, *, upper: float = 1.0, integer: bool = True
+    ) -> int:
+        """Add a column from 0 to ``upper`` and return its number. Names must differ."""
+        category = pulp.LpInteger if integer else pulp.LpContinuous
+        variable = self.model.add_variable(name, 0.0, upper, category)
+        self.variables.append(variable)
+        if cost:
+            self.model.objective[variable] = cost
+        return len(self.variables) - 1
 
     def row(
         self,
+        name: str,
         terms: Iterable[tuple[int, float]],
-        lower: float = -INFINITY,
-        upper: float = INFINITY,
+        *,
+        lower: float | None = None,
+        upper: float | None = None,
     ) -> int:
-        """Add a row and return its number. A column must not come twice."""
-        for column, value in terms:
-            self.columns.append(column)
-            self.values.append(value)
-        self.starts.append(len(self.columns))
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
-        return len(self.row_lower) - 1
+        """Add a row bounded on one side and return its number.
+
+        A column must not come twice; names must differ.
+        """
+        assert (lower is None) != (upper is None), "a row is bounded on one side"
+        variables = self.variables
+        expression = pulp.LpAffineExpression([(variables[column], v) for column, v in terms])
+        sense = pulp.LpConstraintGE if upper is None else pulp.LpConstraintLE
+        side = lower if upper is None else upper
+        constraint = pulp.LpConstraint(expression, sense, name, side)
+        self.model.addConstraint(constraint)
+        self.rows.append(constraint)
+        return len(self.rows) - 1
+
+    def copy(self) -> Program:
+        """Return a program that may grow without this one; the columns there are shared."""
+        other = Program.__new__(Program)
+        other.model = self.model.copy()
+        other.variables, other.rows = list(self.variables), list(self.rows)
+        return other
+
+    def bound(self, column: int, *, lower: float = 0.0, upper: float = 1.0) -> None:
+        """Change the bounds of a column."""
+        self.variables[column].bounds(lower, upper)
+
+    @property
+    def cost(self) -> Floats:
+        """The objective, by column."""
+        objective = self.model.objective
+        return np.array([objective.get(v, 0.0) for v in self.variables], np.float64)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the program as arrays."""
+        """Return the model as arrays, its rows one behind the other."""
+        number = {variable.hash: n for n, variable in enumerate(self.variables)}
+        starts, columns, values = [0], [], []
+        for row in self.rows:
+            columns += [number[variable.hash] for variable in row.keys()]  # noqa: SIM118
+            values += row.values()
+            starts.append(len(columns))
+        lower = [row.getLb() for row in self.rows]
+        upper = [row.getUb() for row in self.rows]
         return {
-            "cost": np.array(self.cost, np.float64),
-            "lower": np.array(self.lower, np.float64),
-            "upper": np.array(self.upper, np.float64),
-            "integer": np.array(self.integer, bool),
-            "row_lower": np.array(self.row_lower, np.float64),
-            "row_upper": np.array(self.row_upper, np.float64),
-            "starts": np.array(self.starts, np.int32),
-            "columns": np.array(self.columns, np.int32),
-            "values": np.array(self.values, np.float64),
+            "cost": self.cost,
+            "lower": np.array([v.lowBound for v in self.variables], np.float64),
+            "upper": np.array([v.upBound for v in self.variables], np.float64),
+            "integer": np.array([v.cat == pulp.LpInteger for v in self.variables], bool),
+            "row_lower": np.array([-INFINITY if b is None else b for b in lower], np.float64),
+            "row_upper": np.array([INFINITY if b is None else b for b in upper], np.float64),
+            "starts": np.array(starts, np.int32),
+            "columns": np.array(columns, np.int32),
+            "values": np.array(values, np.float64),
         }
 
 
@@ -142,24 +198,71 @@ class MipResult:
     bound: float
 
 
-def load(highs: highspy.Highs, arrays: dict[str, Any], *, relaxed: bool) -> None:
-    """Pass a program's arrays to HiGHS."""
-    lp = highspy.HighsLp()
-    lp.num_col_ = len(arrays["cost"])
-    lp.num_row_ = len(arrays["row_lower"])
-    lp.col_cost_ = arrays["cost"]
-    lp.col_lower_ = arrays["lower"]
-    lp.col_upper_ = arrays["upper"]
-    lp.row_lower_ = arrays["row_lower"]
-    lp.row_upper_ = arrays["row_upper"]
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = arrays["starts"]
-    lp.a_matrix_.index_ = arrays["columns"]
-    lp.a_matrix_.value_ = arrays["values"]
-    if not relaxed:
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        lp.integrality_ = [kinds[int(i)] for i in arrays["integer"]]
-    highs.passModel(lp)
+class WholeModel(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS solver, the model handed over at once; for ``LpProblem.solve``.
+
+    Attributes:
+        highs: HiGHS after the run, with everything it knows.
+    """
+
+    def __init__(
+        self,
+        arrays: dict[str, Any],
+        *,
+        start: Sequence[float] | None = None,
+        watch: Callable[[highspy.Highs], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(msg=False, threads=1, **options)
+        self.arrays = arrays
+        self.start = start
+        self.watch = watch
+        self.highs: highspy.Highs = None
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802
+        """Pass the arrays, the start and the callbacks to HiGHS."""
+        arrays, self.highs = self.arrays, lp.solverModel
+        rows = highspy.HighsLp()
+        rows.num_col_ = len(arrays["cost"])
+        rows.num_row_ = len(arrays["row_lower"])
+        rows.col_cost_ = arrays["cost"]
+        rows.col_lower_ = arrays["lower"]
+        rows.col_upper_ = arrays["upper"]
+        rows.row_lower_ = arrays["row_lower"]
+        rows.row_upper_ = arrays["row_upper"]
+        rows.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        rows.a_matrix_.start_ = arrays["starts"]
+        rows.a_matrix_.index_ = arrays["columns"]
+        rows.a_matrix_.value_ = arrays["values"]
+        if self.mip:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            rows.integrality_ = [kinds[int(i)] for i in arrays["integer"]]
+        self.highs.passModel(rows)
+        if self.start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = list(self.start)
+            self.highs.setSolution(solution)
+        if self.watch is not None:
+            self.watch(self.highs)
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802
+        """Return PuLP's words for how the run ended; the values stay with HiGHS, by column."""
+        lp.solverModel = None  # what is large is not to live as long as the model
+        status = self.highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kOptimal:
+            return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
+        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
+
+    def actualSolve(self, lp: pulp.LpProblem) -> int:  # noqa: N802
+        """Solve; PuLP's own marks every variable and row as unchanged, which nothing here reads."""
+        self.createAndConfigureSolver(lp)
+        self.buildSolverModel(lp)
+        self.callSolver(lp)
+        status, solution = self.findSolutionValues(lp)
+        lp.assignStatus(status, solution)
+        return status
 
 
 def solve_lp(program: Program, *, time_limit_s: float, interior: bool = False) -> LpResult:
@@ -171,23 +274,16 @@ def solve_lp(program: Program, *, time_limit_s: float, interior: bool = False) -
         interior: interior point without crossover, faster on large programs; its solution lies
             inside a face instead of at a corner.
     """
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("threads", 1)
-    highs.setOptionValue("time_limit", max(float(time_limit_s), 0.01))
-    if interior:
-        highs.setOptionValue("solver", "ipm")
-        highs.setOptionValue("run_crossover", "off")
     arrays = program.arrays()
-    load(highs, arrays, relaxed=True)
-    highs.run()
-    status = highs.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    options = {"solver": "ipm", "run_crossover": "off"} if interior else {}
+    solver = WholeModel(arrays, mip=False, timeLimit=max(time_limit_s, 0.01), **options)
+    status = program.model.solve(solver)
+    if status == pulp.LpStatusInfeasible:
         return LpResult("infeasible", None, None, INFINITY)
-    solution = highs.getSolution()
+    solution = solver.highs.getSolution()
     duals = np.array(solution.row_dual) if solution.dual_valid else None
     values = np.array(solution.col_value) if solution.value_valid else None
-    done = status == highspy.HighsModelStatus.kOptimal
+    done = status == pulp.LpStatusOptimal
     bound = safe_bound(arrays, duals) if duals is not None else -INFINITY
     return LpResult("optimal" if done else "stopped", values if done else None, duals, bound)
 
@@ -221,17 +317,6 @@ def run_mip(
         request: ``time_limit``, ``gap``, ``start`` and the columns' ``lower`` and ``upper``.
         report: called with the same, status None, for each better solution or bound.
     """
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("threads", 1)
-    highs.setOptionValue("time_limit", float(request["time_limit"]))
-    highs.setOptionValue("mip_rel_gap", float(request["gap"]))
-    bounds = {"lower": request["lower"], "upper": request["upper"]}
-    load(highs, {**arrays, **bounds}, relaxed=False)
-    if request["start"] is not None:
-        solution = highspy.HighsSolution()
-        solution.col_value = list(request["start"])
-        highs.setSolution(solution)
     sent = [-INFINITY]
 
     def better(event: Any) -> None:
@@ -245,19 +330,29 @@ def run_mip(
             sent[0] = bound
             report((None, None, INFINITY, bound))
 
-    highs.cbMipImprovingSolution += better
-    highs.cbMipLogging += logged
-    highs.run()
-    status = highs.getModelStatus()
-    info = highs.getInfo()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    def watch(highs: highspy.Highs) -> None:
+        highs.cbMipImprovingSolution += better
+        highs.cbMipLogging += logged
+
+    solver = WholeModel(
+        {**arrays, "lower": request["lower"], "upper": request["upper"]},
+        start=request["start"],
+        watch=watch,
+        timeLimit=request["time_limit"],
+        gapRel=request["gap"],
+    )
+    # The model itself stayed with the parent; what is solved are its arrays.
+    status = pulp.LpProblem("arrays").solve(solver)
+    highs = solver.highs
+    if status == pulp.LpStatusInfeasible:
         return ("infeasible", None, INFINITY, INFINITY)
+    info = highs.getInfo()
     values = None
     if info.primal_solution_status == 2:
         values = np.array(highs.getSolution().col_value)
-    done = status == highspy.HighsModelStatus.kOptimal
     bound = float(info.mip_dual_bound)
     objective = float(info.objective_function_value) if values is not None else INFINITY
+    done = status == pulp.LpStatusOptimal
     return ("optimal" if done else "stopped", values, objective, bound)
 
 
@@ -265,10 +360,13 @@ class MipProcess:
     """A child process that solves integer programs and can be killed; a context manager.
 
     The program is sent once; each :meth:`solve` may change column bounds.
+
+    Attributes:
+        arrays: the program as it is sent.
     """
 
     def __init__(self, program: Program) -> None:
-        self._arrays = program.arrays()
+        self.arrays = program.arrays()
         self._child: subprocess.Popen[bytes] | None = None
         self._messages: queue.Queue[Any] = queue.Queue()
 
@@ -309,11 +407,11 @@ class MipProcess:
             "time_limit": max(time_limit_s - 0.05, 0.05),
             "gap": relative_gap,
             "start": None if start is None else np.array(start, np.float64),
-            "lower": self._arrays["lower"] if lower is None else lower,
-            "upper": self._arrays["upper"] if upper is None else upper,
+            "lower": self.arrays["lower"] if lower is None else lower,
+            "upper": self.arrays["upper"] if upper is None else upper,
         }
-        if len(self._arrays["cost"]) <= SMALL:
-            status, values, objective, bound = run_mip(self._arrays, request, lambda message: None)
+        if len(self.arrays["cost"]) <= SMALL:
+            status, values, objective, bound = run_mip(self.arrays, request, lambda message: None)
             return MipResult(status or "stopped", values, objective, bound)
         result = MipResult("stopped", None, INFINITY, -INFINITY)
         child = self._start()
@@ -359,7 +457,7 @@ class MipProcess:
             self._messages = queue.Queue()
             threading.Thread(target=_read, args=(self._child, self._messages), daemon=True).start()
             assert self._child.stdin is not None
-            pickle.dump(self._arrays, self._child.stdin)
+            pickle.dump(self.arrays, self._child.stdin)
             self._child.stdin.flush()
         return self._child
 

@@ -50,6 +50,7 @@ def minimum(problem: Problem, *, time_limit_s: float = 60.0) -> Minimum:
     steps rather than the time, so that it ends at the same schedule on every machine;
     ``time_limit_s`` only cuts it off where the machine is very slow.
     """
+    Demand(problem).check_pins()
     found = _FOUND.get(problem)
     if found is None:
         found = search(problem, time_limit_s)

@@ -10,11 +10,16 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from autockpt_solvers.errors import SolverError
+import networkx as nx
+
+from autockpt_solvers.errors import PinError, SolverError
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Schedule, free_early
 
 __all__ = ["Demand", "needed_storages", "on_demand", "optional_operations", "stage_schedule"]
+
+# Stands for the backward operations in ``Demand.recompute_graph``; storages are numbered from 0.
+BACKWARD = -1
 
 
 @dataclass(frozen=True)
@@ -33,15 +38,6 @@ class Demand:
         return tuple(p < self.problem.barrier for p in self.problem.producer)
 
     @cached_property
-    def may_recompute(self) -> tuple[bool, ...]:
-        """For each storage whether a further run of its operation allocates it again."""
-        problem = self.problem
-        return tuple(
-            problem.operations[p].recomputable and s in problem.operations[p].recompute_outputs
-            for s, p in enumerate(problem.producer)
-        )
-
-    @cached_property
     def may_keep(self) -> tuple[bool, ...]:
         """For each storage whether it may be resident at the barrier."""
         problem = self.problem
@@ -49,6 +45,21 @@ class Demand:
             self.is_forward[s] and (storage.keepable or s in problem.live_at_barrier)
             for s, storage in enumerate(problem.storages)
         )
+
+    @cached_property
+    def may_recompute(self) -> tuple[bool, ...]:
+        """For each storage whether a further run of its operation can allocate it again.
+
+        What such a run reads must itself be there to be kept or recomputed.
+        """
+        problem = self.problem
+        again = [False] * len(problem.storages)
+        for op in problem.operations:
+            inputs = op.recompute_inputs
+            if inputs is not None and all(self.may_keep[s] or again[s] for s in inputs):
+                for storage in op.recompute_outputs:
+                    again[storage] = True
+        return tuple(again)
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
@@ -59,15 +70,52 @@ class Demand:
             for k in problem.backward
         )
 
+    @cached_property
+    def recompute_graph(self) -> nx.DiGraph[int]:
+        """The storages, with an edge from what a further run reads to what it makes.
+
+        Node ``BACKWARD`` stands for the backward operations, which read and are not run again.
+        """
+        problem = self.problem
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_node(BACKWARD)
+        graph.add_edges_from((s, BACKWARD) for reads in self.reads for s in reads)
+        graph.add_edges_from(
+            (read, made)
+            for made, again in enumerate(self.may_recompute)
+            if again
+            for read in problem.operations[problem.producer[made]].recompute_inputs or ()
+        )
+        return graph
+
+    def check_pins(self) -> None:
+        """Raise where a pin leaves a backward operation no way to what it reads.
+
+        Raises:
+            PinError: it names the tensor and why its operation may not run again.
+        """
+        for reads in self.reads:
+            for storage in reads:
+                self.check(storage)
+
     def check(self, storage: int) -> None:
         """Raise where a storage can neither be kept nor recomputed."""
-        if not self.may_keep[storage] and not self.may_recompute[storage]:
-            problem = self.problem
-            raise SolverError(
-                f"{problem.storages[storage].name} is pinned to be recomputed, but "
-                f"{problem.operations[problem.producer[storage]].name} may not run again "
-                f"({problem.operations[problem.producer[storage]].fixed}); drop the pin."
-            )
+        if self.may_keep[storage] or self.may_recompute[storage]:
+            return
+        problem = self.problem
+        index = problem.producer[storage]
+        inputs = problem.operations[index].recompute_inputs
+        if inputs is not None and storage in problem.operations[index].recompute_outputs:
+            # It may run again by itself; what it reads is not to be had.
+            for read in inputs:
+                self.check(read)
+        name, op = problem.storages[storage].name, problem.operations[index]
+        why = op.fixed or "a further run of it does not make this tensor"
+        raise PinError(
+            f"{name} is pinned to be recomputed, but {op.name}"
+            + (f" in {op.module_path}" if op.module_path else "")
+            + f" may not run again: {why}. Drop the pin or narrow its pattern."
+        )
 
 
 def needed_storages(demand: Demand) -> frozenset[int]:
@@ -75,17 +123,7 @@ def needed_storages(demand: Demand) -> frozenset[int]:
 
     These are the ones the backward reads, and transitively the ones that recomputing them reads.
     """
-    problem = demand.problem
-    needed: set[int] = set()
-    todo = [s for reads in demand.reads for s in reads]
-    while todo:
-        storage = todo.pop()
-        if storage in needed:
-            continue
-        needed.add(storage)
-        if demand.may_recompute[storage]:
-            todo.extend(problem.operations[problem.producer[storage]].recompute_inputs or ())
-    return frozenset(needed)
+    return frozenset(nx.ancestors(demand.recompute_graph, BACKWARD))
 
 
 def optional_operations(problem: Problem, storages: Iterable[int]) -> set[int]:
@@ -134,8 +172,8 @@ def on_demand(
             soon as the recomputation that asked for it has run. Costs more, peaks lower.
 
     Raises:
-        SolverError: a storage may neither be kept nor recomputed, or ``tight`` recomputes
-            without end in sight.
+        PinError: a storage may neither be kept nor recomputed.
+        SolverError: ``tight`` recomputes without end in sight.
     """
     problem = demand.problem
     operations, producer = problem.operations, problem.producer

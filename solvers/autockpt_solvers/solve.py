@@ -11,7 +11,9 @@ from autockpt_solvers.errors import InfeasibleBudget, SolverError
 from autockpt_solvers.memory import live_storages, simulate
 from autockpt_solvers.methods import METHODS, exhaustive, greedy, ilp, keep_all
 from autockpt_solvers.minimum import Minimum, minimum
-from autockpt_solvers.problem import Problem
+from autockpt_solvers.on_demand import Demand
+from autockpt_solvers.problem import Operation, Problem
+from autockpt_solvers.schedule import Compute, Schedule
 from autockpt_solvers.solution import Outcome, Solution, measured, with_bound
 
 __all__ = ["solve"]
@@ -39,6 +41,7 @@ def solve(
 
     Raises:
         InfeasibleBudget: no schedule was found that fits; it says which budget is met.
+        PinError: a pin asks for the recomputation of what may not run again.
         SolverError: the method is unknown, or cannot do what is asked.
 
     >>> from autockpt_solvers import Operation, Problem, Storage
@@ -61,6 +64,7 @@ def solve(
     if method != "auto" and method not in METHODS:
         raise SolverError(f"no method is called {method!r}; there are auto, {', '.join(METHODS)}.")
     say = progress or (lambda line: None)
+    Demand(problem).check_pins()
     if budget_bytes is None and method == "auto":
         return keep_all.solve(problem, None, time_limit_s=time_limit_s)
     if method == "auto":
@@ -132,7 +136,30 @@ def _checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Sol
 
 
 def _infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
-    trace = simulate(problem, smallest.schedule)
-    resident = live_storages(problem, smallest.schedule, trace.peak_step)
-    tensors = [(problem.storages[s].name, problem.storages[s].size_bytes) for s in resident]
-    return InfeasibleBudget(budget_bytes, smallest.peak_bytes, tensors)
+    return InfeasibleBudget(
+        budget_bytes, smallest.peak_bytes, peak_parts(problem, smallest.schedule)
+    )
+
+
+def peak_parts(problem: Problem, schedule: Schedule) -> tuple[tuple[str, int], ...]:
+    """Return what a schedule's peak is made of, as names for people and bytes, largest first.
+
+    The bytes add up to the peak.
+    """
+    trace = simulate(problem, schedule)
+    parts = []
+    for storage in live_storages(problem, schedule, trace.peak_step):
+        op = problem.operations[problem.producer[storage]]
+        name = _with_origin(problem.storages[storage].name, op)
+        parts.append((name, problem.storages[storage].size_bytes))
+    step = schedule.steps[trace.peak_step] if schedule.steps else None
+    if isinstance(step, Compute):
+        op = problem.operations[step.operation]
+        parts.append((f"workspace of {_with_origin(op.name, op)}", op.workspace_bytes))
+    parts.append(("parameters, buffers, inputs and optimizer state", problem.resident_bytes))
+    return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
+
+
+def _with_origin(name: str, op: Operation) -> str:
+    origin = ", ".join(part for part in (op.module_path, op.source) if part)
+    return f"{name} ({origin})" if origin else name

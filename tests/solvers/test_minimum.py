@@ -2,7 +2,15 @@
 
 import pytest
 
-from autockpt_solvers import InfeasibleBudget, minimum, simulate, solve
+from autockpt_solvers import (
+    InfeasibleBudget,
+    Operation,
+    Problem,
+    Storage,
+    minimum,
+    simulate,
+    solve,
+)
 from autockpt_solvers.methods import exhaustive
 from autockpt_solvers.minimum import unavoidable_bytes
 from random_problems import random_problem
@@ -27,8 +35,9 @@ def test_bounds_hold_and_the_error_states_a_budget_that_works():
             solve(problem, found.lower_bound_bytes - 1, time_limit_s=5)
         error = caught.value
         assert error.minimum_bytes == found.peak_bytes
-        assert error.tensors
-        assert sum(size for _, size in error.tensors) <= error.minimum_bytes
+        sizes = [size for _, size in error.tensors]
+        assert sum(sizes) == error.minimum_bytes
+        assert sizes == sorted(sizes, reverse=True)
         assert solve(problem, error.minimum_bytes, time_limit_s=5).peak_bytes <= found.peak_bytes
 
 
@@ -38,3 +47,27 @@ def test_the_search_is_deterministic():
     for seed in range(10):
         problem = random_problem(seed, most=20)
         assert search(problem, 60.0) == search(problem, 60.0)
+
+
+def test_the_error_names_what_people_know():
+    problem = Problem(
+        storages=(Storage("mm_29", 8), Storage("mean", 1), Storage("grad", 9)),
+        operations=(
+            Operation("mm_29", (), (0,), 1, module_path="head", source="model.py:41"),
+            Operation("mean", (0,), (1,), 1, module_path="head"),
+            Operation("backward", (0, 1), (2,), 1, workspace_bytes=5),
+        ),
+        barrier=2,
+        resident_bytes=7,
+        live_at_barrier=frozenset({1}),
+        live_at_end=frozenset({1, 2}),
+    )
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve(problem, 20)
+    assert caught.value.tensors == (
+        ("grad", 9),
+        ("mm_29 (head, model.py:41)", 8),
+        ("parameters, buffers, inputs and optimizer state", 7),
+        ("workspace of backward", 5),
+        ("mean (head)", 1),
+    )

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from autockpt_solvers import Operation, Problem, SolverError, Storage, simulate
+from autockpt_solvers import (
+    METHODS,
+    Operation,
+    PinError,
+    Problem,
+    Storage,
+    minimum,
+    simulate,
+    solve,
+)
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from random_problems import random_problem
 
@@ -83,7 +92,7 @@ def test_optional_operations_run_only_where_something_reads_them():
     assert left_out > 20
 
 
-def test_a_storage_neither_kept_nor_recomputed_is_an_error():
+def test_a_storage_neither_kept_nor_recomputed_is_a_pin_error():
     problem = chain(2)
     first, last = problem.operations[0], problem.operations[1]
     problem = replace(
@@ -95,5 +104,32 @@ def test_a_storage_neither_kept_nor_recomputed_is_an_error():
             problem.operations[2],
         ),
     )
-    with pytest.raises(SolverError, match=r"f1 is pinned to be recomputed.*it has an effect"):
+    wanted = r"f1 is pinned to be recomputed, but f1 may not run again: it has an effect"
+    with pytest.raises(PinError, match=wanted):
         on_demand(Demand(problem), set())
+    for method in ("auto", *METHODS):
+        for budget in (None, 2, 100):
+            with pytest.raises(PinError, match=wanted):
+                solve(problem, budget, method=method)
+    with pytest.raises(PinError, match=wanted):
+        minimum(problem)
+
+
+def test_what_cannot_be_reached_is_kept():
+    """f1 may run again, but not what it reads: pinning that is no error while f1 can be kept."""
+    problem = chain(3)
+    operations = list(problem.operations)
+    operations[0] = replace(
+        operations[0], recompute_inputs=None, recompute_outputs=(), fixed="it has an effect"
+    )
+    storages = list(problem.storages)
+    storages[0] = replace(storages[0], keepable=False)
+    problem = replace(problem, storages=tuple(storages), operations=tuple(operations))
+    for method in ("auto", "keep_all", "greedy", "ilp", "exhaustive"):
+        assert solve(problem, None, method=method).extra_ns == 0
+    storages[2] = replace(storages[2], keepable=False)
+    problem = replace(problem, storages=tuple(storages))
+    assert solve(problem, None).extra_ns == 1  # f2 from f1, which is kept
+    storages[1] = replace(storages[1], keepable=False)
+    with pytest.raises(PinError, match="f0 is pinned"):
+        solve(replace(problem, storages=tuple(storages)), None)

@@ -1,7 +1,8 @@
 """Square-root checkpointing: cut the forward into equal segments, keep only what crosses a cut.
 
 Chen, Xu, Zhang, Guestrin: *Training deep nets with sublinear memory cost* (2016,
-arXiv:1604.06174), carried over from chains to graphs: cuts lie where few bytes cross. It is a
+arXiv:1604.06174), carried over from chains to graphs: cuts lie behind operations through which
+everything passes (dominators), or else where few bytes cross. It is a
 baseline, not a contender: it knows neither costs nor the budget's exact shape.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import math
 import time
+
+import networkx as nx
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.memory import simulate
@@ -32,6 +35,7 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     demand = Demand(problem)
     needed = needed_storages(demand)
     crossing = _crossing(problem, demand)
+    bottlenecks = _bottlenecks(problem)
     weight = [
         sum(problem.storages[s].size_bytes for s in problem.operations[i].outputs if s in needed)
         for i in problem.forward
@@ -41,7 +45,8 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     for segments in range(1, 4 * math.isqrt(max(problem.barrier, 1)) + 2):
         if best is not None and time.perf_counter() - started > time_limit_s:
             break
-        kept = set().union(*(crossing[cut] for cut in _cuts(problem, crossing, weight, segments)))
+        cuts = _cuts(problem, crossing, bottlenecks, weight, segments)
+        kept = set().union(*(crossing[cut] for cut in cuts))
         order = on_demand(demand, kept)
         trace = simulate(problem, stage_schedule(problem, order))
         smallest = min(trace.peak_bytes, smallest or trace.peak_bytes)
@@ -78,8 +83,34 @@ def _crossing(problem: Problem, demand: Demand) -> list[frozenset[int]]:
     return crossing
 
 
+def _bottlenecks(problem: Problem) -> set[int]:
+    """Return the forward operations through which all that the backward starts from passes."""
+    start, end = -1, problem.barrier
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    for index in problem.required:
+        inputs = problem.operations[index].inputs
+        graph.add_edges_from((problem.producer[s], index) for s in inputs)
+        if not inputs:
+            graph.add_edge(start, index)
+    for storage in problem.live_at_barrier & problem.live_at_end:
+        graph.add_edge(problem.producer[storage], end)
+    if start not in graph or end not in graph:
+        return set()
+    dominator = nx.immediate_dominators(graph, start)
+    found: set[int] = set()
+    index = dominator.get(end)
+    while index is not None and index != start:
+        found.add(index)
+        index = dominator[index]
+    return found
+
+
 def _cuts(
-    problem: Problem, crossing: list[frozenset[int]], weight: list[int], segments: int
+    problem: Problem,
+    crossing: list[frozenset[int]],
+    bottlenecks: set[int],
+    weight: list[int],
+    segments: int,
 ) -> list[int]:
     """Return the operations behind which this many segments of equal bytes are cut."""
     total = sum(weight)
@@ -93,7 +124,11 @@ def _cuts(
             goals.pop(0)
             near = range(max(0, index - slack), min(problem.barrier, index + slack + 1))
             width = {
-                i: (sum(problem.storages[s].size_bytes for s in crossing[i]), abs(i - index))
+                i: (
+                    i not in bottlenecks,
+                    sum(problem.storages[s].size_bytes for s in crossing[i]),
+                    abs(i - index),
+                )
                 for i in near
             }
             cuts.append(min(near, key=width.__getitem__))

@@ -1,8 +1,10 @@
 """The integer program against the oracle: 1,000 random problems at several budgets."""
 
+import pulp
 import pytest
 
 from autockpt_solvers import SolverError, minimum, simulate, solve
+from autockpt_solvers.highs import MipProcess
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, ilp
 from autockpt_solvers.methods.ilp.instage import depth_first
@@ -54,19 +56,15 @@ def test_schedules_and_points_correspond():
         order = on_demand(liveness.demand, {s for s in needed if s % 2})
         point = program.point(order)
         assert point is not None
-        cost = sum(c * x for c, x in zip(program.program.cost, point, strict=True))
+        cost = float(program.program.cost @ point)
         back = program.order(point)
         assert liveness.peak(back).extra_ns == pytest.approx(cost * program.cost_unit)
         assert liveness.peak(back).extra_ns <= liveness.peak(order).extra_ns
-        rows = program.program
         fits = liveness.peak(order).peak_bytes <= budget
-        for row in range(len(rows.row_lower)):
-            part = slice(rows.starts[row], rows.starts[row + 1])
-            value = sum(
-                v * point[c] for c, v in zip(rows.columns[part], rows.values[part], strict=True)
-            )
-            if fits:
-                assert rows.row_lower[row] - 1e-9 <= value <= rows.row_upper[row] + 1e-9
+        for variable, value in zip(program.program.variables, point, strict=True):
+            variable.varValue = value
+        for row in program.program.rows:
+            assert not fits or row.valid(1e-9), str(row)
 
 
 def test_depth_first_order_is_valid():
@@ -83,3 +81,24 @@ def test_a_budget_below_every_schedule_is_refused():
     problem = random_problem(2, most=14)
     with pytest.raises(SolverError, match="ilp finds no schedule"):
         ilp.solve(problem, problem.resident_bytes + 1)
+
+
+def test_the_program_can_be_written_and_read(tmp_path):
+    """As an LP file for people, as an MPS file for other solvers: both hold the same program."""
+    problem = random_problem(4, most=14)
+    smallest, largest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
+    program = StageProgram(Stages(Liveness(Demand(problem))), (smallest + largest) // 2)
+    program.close(0)
+    program.program.model.writeLP(str(tmp_path / "program.lp"))
+    text = (tmp_path / "program.lp").read_text()
+    names = {v.name for v in program.program.variables}
+    for family in ("R(", "S(", "T("):
+        assert any(name.startswith(family) for name in names)
+    for family in ("had(", "either(", "input(", "read(", "memory(", "later(", "laterread("):
+        assert f"\n{family}" in text
+    program.program.model.writeMPS(str(tmp_path / "program.mps"))
+    _, again = pulp.LpProblem.fromMPS(str(tmp_path / "program.mps"))
+    again.solve(pulp.HiGHS(msg=False, threads=1, gapRel=0))
+    with MipProcess(program.program) as process:
+        ours = process.solve(time_limit_s=10, relative_gap=0)
+    assert pulp.value(again.objective) == pytest.approx(ours.objective)

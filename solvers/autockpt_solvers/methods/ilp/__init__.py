@@ -163,7 +163,7 @@ class _Search:
                 program = self._build()
                 if program is None:
                     return
-                if len(program.program.cost) > HARD:
+                if len(program.program.variables) > HARD:
                     # A good start prunes more of the whole program than it costs.
                     self._improve(program, time.perf_counter() + 0.15 * self.left_s)
                 continue
@@ -195,8 +195,8 @@ class _Search:
         if point is None:
             return
         goal = self.bound_ns + CLOSED_GAP * self.problem.baseline_cost_ns / 2
-        with restricted(program):
-            improve(program, point, self.accept, deadline=deadline, goal=goal / program.cost_unit)
+        goal /= program.cost_unit
+        improve(restricted(program), point, self.accept, deadline=deadline, goal=goal)
 
     def _repair(self, order: Sequence[int]) -> None:
         """Take over what becomes of an order that breaks the budget when its runs are put off.
@@ -305,7 +305,7 @@ class _Search:
             self.aim_bytes -= over
             return None
         self.rows |= rows
-        if more and len(program.program.cost) > LARGE:
+        if more and len(program.program.variables) > LARGE:
             # Building and bounding anew takes too long; the bound proved so far stays.
             add_inner_rows(program)
             self.restricted = True

@@ -9,8 +9,10 @@ a stage assume that nothing is recomputed before them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from copy import copy
+
+import networkx as nx
 
 from autockpt_solvers.methods.ilp.program import StageProgram
 from autockpt_solvers.methods.ilp.stages import Stages
@@ -40,11 +42,14 @@ def add_row(program: StageProgram, index: int, k: int) -> None:
             column = _alive(program, g, k, index)
         if column is not None:
             terms[column] = terms.get(column, 0) + group.size_bytes
-    program.memory_row(constant, terms)
+    program.memory_row(f"run({program.operation[index]},{k})", constant, terms)
 
 
 def add_inner_rows(program: StageProgram) -> None:
     """Bound the memory of the backward operations inside stages."""
+    if program.bounded_inside:
+        return
+    program.bounded_inside = True
     stages = program.stages
     during, _ = stages.liveness.backward_bytes
     first = 0
@@ -55,21 +60,16 @@ def add_inner_rows(program: StageProgram) -> None:
                 for g, group in enumerate(stages.groups)
                 if (g, k) in program.resident
             }
-            program.memory_row(max(during[first:end]), terms)
+            program.memory_row(f"inside({k})", max(during[first:end]), terms)
         first = end + 1
 
 
-@contextmanager
-def restricted(program: StageProgram) -> Iterator[None]:
-    """Within it the program has the rows of :func:`add_inner_rows`."""
-    rows = program.program
-    count = len(rows.row_lower)
-    add_inner_rows(program)
-    try:
-        yield
-    finally:
-        del rows.row_lower[count:], rows.row_upper[count:], rows.starts[count + 1 :]
-        del rows.columns[rows.starts[count] :], rows.values[rows.starts[count] :]
+def restricted(program: StageProgram) -> StageProgram:
+    """Return the program with the rows of :func:`add_inner_rows`; the one given stays as it is."""
+    other = copy(program)
+    other.program = program.program.copy()
+    add_inner_rows(other)
+    return other
 
 
 def _alive(program: StageProgram, g: int, k: int, index: int) -> int | None:
@@ -88,12 +88,14 @@ def _alive(program: StageProgram, g: int, k: int, index: int) -> int | None:
     reader = readers[0]
     column = program.alive.get((g, k, reader))
     if column is None:
-        column = program.program.variable(integer=False)
+        label = f"({program.tensor[g]},{k},{program.operation[reader]})"
+        column = program.program.variable(f"A{label}", integer=False)
         program.alive[g, k, reader] = column
-        program.program.row([(program.runs[reader, k], 1), (column, -1)], upper=0)
+        terms = [(program.runs[reader, k], 1), (column, -1)]
+        program.program.row(f"alive{label}", terms, upper=0)
         following = _alive(program, g, k, reader + 1)
         if following is not None:
-            program.program.row([(following, 1), (column, -1)], upper=0)
+            program.program.row(f"alivestill{label}", [(following, 1), (column, -1)], upper=0)
     return column
 
 
@@ -111,25 +113,15 @@ def depth_first(stages: Stages, order: Sequence[int]) -> list[int]:
             block.append(index)
             continue
         inside = set(block)
-        read = {stages.groups[g].producer for i in block for g in stages.inputs[i]} & inside
-        done: set[int] = set()
-        for top in (i for i in block if i not in read):
-            stack = [top]
-            while stack:
-                current = stack[-1]
-                missing = [
-                    stages.groups[g].producer
-                    for g in reversed(stages.inputs[current])
-                    if stages.groups[g].producer in inside - done
-                ]
-                if current in done:
-                    stack.pop()
-                elif missing:
-                    stack.extend(missing)
-                else:
-                    stack.pop()
-                    done.add(current)
-                    result.append(current)
+        makers: nx.DiGraph[int] = nx.DiGraph()
+        makers.add_nodes_from(block)
+        for run in block:
+            read = (stages.groups[g].producer for g in stages.inputs[run])
+            makers.add_edges_from((run, maker) for maker in read if maker in inside)
+        for top in [run for run in block if makers.in_degree(run) == 0]:
+            fresh = nx.dfs_postorder_nodes(makers, top)
+            result.extend(run for run in fresh if run in inside)
+            inside.difference_update(result)
         block.clear()
         result.append(index)
     return result

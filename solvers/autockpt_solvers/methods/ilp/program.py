@@ -28,8 +28,9 @@ for each input. Without them the relaxation recomputes in slices of a few per ce
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autockpt_solvers.highs import INFINITY, LpResult, Program, solve_lp
 from autockpt_solvers.methods.ilp.stages import Stages
@@ -51,13 +52,16 @@ class StageProgram:
         memory_stage: for each memory row the stage start whose residents it bounds.
         cost_unit: nanoseconds per unit of the objective.
         byte_unit: bytes per unit of the memory rows.
+        bounded_inside: whether it has rows for the backward operations inside stages.
     """
 
     def __init__(self, stages: Stages, budget_bytes: int) -> None:
         self.stages = stages
         self.budget_bytes = budget_bytes
         problem = stages.problem
-        self.program = Program()
+        self.program = Program("recompute")
+        self.tensor = _labels(problem.storages[group.storages[0]].name for group in stages.groups)
+        self.operation = _labels(op.name for op in problem.operations[: problem.barrier])
         # Unscaled nanoseconds and bytes gave false optima: tolerances are absolute.
         candidates = set().union(*stages.runs) if stages.runs else set()
         total = sum(problem.operations[i].cost_ns for i in candidates)
@@ -69,6 +73,7 @@ class StageProgram:
         self.later: dict[int, dict[int, int]] = {}
         self.alive: dict[tuple[int, int, int], int] = {}
         self.memory_stage: dict[int, int] = {}
+        self.bounded_inside = False
         self._columns()
         self._dependencies()
         self._memory()
@@ -80,16 +85,17 @@ class StageProgram:
         for k, runs in enumerate(stages.runs):
             for index in sorted(runs):
                 cost = problem.operations[index].cost_ns / self.cost_unit
-                self.runs[index, k] = program.variable(cost)
+                name = f"R({self.operation[index]},{k})"
+                self.runs[index, k] = program.variable(name, cost)
         for g, group in enumerate(stages.groups):
             forced = stages.forced(g)
             for k in range(stages.last_stage[g] + 1):
-                column = program.variable()
+                column = program.variable(f"S({self.tensor[g]},{k})")
                 self.resident[g, k] = column
                 if k < forced:
-                    program.lower[column] = 1.0
+                    program.bound(column, lower=1.0)
                 elif k == 0 and not group.may_keep:
-                    program.upper[column] = 0.0
+                    program.bound(column, upper=0.0)
         for g, group in enumerate(stages.groups):
             if not problem.operations[group.producer].optional or (g, 0) not in self.resident:
                 continue
@@ -98,8 +104,10 @@ class StageProgram:
                 if cost == 0:
                     continue
                 if index not in self.optional:
-                    self.optional[index] = program.variable(cost)
-                program.row([(self.resident[g, 0], 1), (self.optional[index], -1)], upper=0)
+                    name = f"O({self.operation[index]})"
+                    self.optional[index] = program.variable(name, cost)
+                terms = [(self.resident[g, 0], 1), (self.optional[index], -1)]
+                program.row(f"optional({self.tensor[g]},{self.operation[index]})", terms, upper=0)
 
     def _made(self, g: int, k: int) -> list[tuple[int, float]]:
         """Return ``-R[maker(g), k]`` where that may be run."""
@@ -113,23 +121,28 @@ class StageProgram:
         return [] if column is None else [(column, -1.0)]
 
     def _dependencies(self) -> None:
-        stages, program = self.stages, self.program
+        stages, program, tensor = self.stages, self.program, self.tensor
         for (g, k), column in self.resident.items():
             if k:
-                program.row([(column, 1), *self._had(g, k - 1), *self._made(g, k - 1)], upper=0)
+                terms = [(column, 1.0), *self._had(g, k - 1), *self._made(g, k - 1)]
+                program.row(f"had({tensor[g]},{k})", terms, upper=0)
             made = self._made(g, k)
             if made:  # S = 0 meets every row where R = 1, so both are never needed
-                program.row([(column, 1), (made[0][0], 1)], upper=1)
+                terms = [(column, 1.0), (made[0][0], 1.0)]
+                program.row(f"either({tensor[g]},{k})", terms, upper=1)
         for (index, k), column in self.runs.items():
             for g in stages.inputs[index]:
-                program.row([(column, 1), *self._had(g, k), *self._made(g, k)], upper=0)
+                terms = [(column, 1.0), *self._had(g, k), *self._made(g, k)]
+                program.row(f"input({self.operation[index]},{tensor[g]},{k})", terms, upper=0)
         for k, wanted in enumerate(stages.uses):
             for g in wanted:
-                program.row([(c, -v) for c, v in (*self._had(g, k), *self._made(g, k))], lower=1)
+                terms = [(c, -v) for c, v in (*self._had(g, k), *self._made(g, k))]
+                program.row(f"read({tensor[g]},{k})", terms, lower=1)
 
-    def memory_row(self, constant: int, terms: dict[int, int]) -> int:
+    def memory_row(self, name: str, constant: int, terms: dict[int, int]) -> int:
         """Add ``constant + terms <= budget``, in bytes."""
         return self.program.row(
+            name,
             [(column, size / self.byte_unit) for column, size in terms.items() if size],
             upper=(self.budget_bytes - constant) / self.byte_unit,
         )
@@ -146,7 +159,8 @@ class StageProgram:
                 for g, group in enumerate(groups)
                 if g not in wanted and (g, k + 1) in self.resident
             }
-            self.memory_stage[self.memory_row(constant, terms)] = k + 1
+            name = f"memory({k})"
+            self.memory_stage[self.memory_row(name, constant, terms)] = k + 1
         # Forward: rows whose constant no later row exceeds; a later row has more terms.
         highest = -1
         forward = liveness.forward_bytes
@@ -162,7 +176,8 @@ class StageProgram:
                 for g, group in enumerate(groups)
                 if group.forward_end < index and not group.at_barrier and (g, 0) in self.resident
             }
-            self.memory_stage[self.memory_row(highest, terms)] = 0
+            name = f"forward({self.operation[index]})"
+            self.memory_stage[self.memory_row(name, highest, terms)] = 0
 
     # ---------------------------------------------------------------- cuts
 
@@ -175,20 +190,27 @@ class StageProgram:
         for (index, k), column in self.runs.items():
             if k >= k0:
                 columns.setdefault(index, []).append(column)
-        later = {index: program.variable(integer=False) for index in sorted(columns)}
+        operation, tensor = self.operation, self.tensor
+        later = {
+            index: program.variable(f"T({operation[index]},{k0})", integer=False)
+            for index in sorted(columns)
+        }
         self.later[k0] = later
         read = {g for wanted in stages.uses[k0:] for g in wanted}
         for index, column in later.items():
-            program.row([(column, 1), *((c, -1.0) for c in columns[index])], upper=0)
+            terms = [(column, 1.0), *((c, -1.0) for c in columns[index])]
+            program.row(f"later({operation[index]},{k0})", terms, upper=0)
             for g in stages.outputs[index]:
                 if g in read and (g, k0) in self.resident:
-                    program.row([(column, 1), (self.resident[g, k0], 1)], lower=1)
+                    terms = [(column, 1.0), (self.resident[g, k0], 1.0)]
+                    program.row(f"laterread({tensor[g]},{k0})", terms, lower=1)
             for g in stages.inputs[index]:
                 terms = [(column, 1.0), *self._had(g, k0)]
                 maker = stages.groups[g].producer
                 if stages.groups[g].again and maker in later:
                     terms.append((later[maker], -1.0))
-                program.row(terms, upper=0)
+                name = f"laterinput({operation[index]},{tensor[g]},{k0})"
+                program.row(name, terms, upper=0)
 
     def relax(
         self, *, deadline: float, rounds: int = 4, per_round: int = 3, interior: bool = False
@@ -249,7 +271,7 @@ class StageProgram:
         An order that runs an operation twice in one stage is not a point of the program.
         """
         stages, barrier = self.stages, self.stages.problem.barrier
-        values = list(self.program.lower)
+        values = [variable.lowBound for variable in self.program.variables]
         stage_of: dict[int, int] = {}
         k = 0
         for offset in range(len(stages.liveness.demand.reads)):
@@ -308,6 +330,19 @@ class StageProgram:
             column = self.resident.get((g, start))
             if column is not None:
                 values[column] = 1.0
+
+
+def _labels(names: Iterable[str]) -> list[str]:
+    """Return different labels that LP and MPS files take, close to the names."""
+    labels: list[str] = []
+    seen: set[str] = set()
+    for number, name in enumerate(names):
+        label = re.sub(r"[^A-Za-z0-9_.]", "_", name)[:60]
+        while label in seen:
+            label = f"{label}.{number}"
+        seen.add(label)
+        labels.append(label)
+    return labels
 
 
 def needed_runs(stages: Stages, order: Sequence[int]) -> list[int]:

@@ -41,17 +41,16 @@ def improve(
     """
     rng = random.Random(0)
     point = np.array(start, np.float64)
-    cost = np.array(program.program.cost, np.float64)
+    cost = program.program.cost
     objective = float(cost @ point)
     operations = sorted({index for index, _ in program.runs})
     keys = list(program.runs.items())
     columns = np.array([column for _, column in keys], np.int64)
     owner = np.array([index for (index, _), _ in keys], np.int64)
-    base_lower = np.array(program.program.lower, np.float64)
-    base_upper = np.array(program.program.upper, np.float64)
     width = max(6, len(operations) // SHARE)
     failures = 0
     with MipProcess(program.program) as process:
+        base_lower, base_upper = process.arrays["lower"], process.arrays["upper"]
         while objective > goal and deadline - time.perf_counter() > 0.3:
             windows = rng.choice((1, 2, 2, 2, 3))
             free: set[int] = set()
