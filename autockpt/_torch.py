@@ -22,7 +22,13 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    TorchRuntimeError,
+    Unsupported,
+)
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     SavedForBackwardsAOTOutput,
@@ -37,6 +43,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -54,8 +61,10 @@ __all__ = [
     "compiled_nodes",
     "fake_mode_of",
     "getitem_index",
+    "in_backward",
     "is_fake",
     "is_operator",
+    "is_operator_error",
     "is_random",
     "is_sym",
     "keep_missing_gradients",
@@ -63,6 +72,7 @@ __all__ = [
     "module_path",
     "outside_tracing",
     "queue_delay",
+    "runs_elsewhere",
     "saved_descriptors",
     "source_line",
     "storage_key",
@@ -71,6 +81,8 @@ __all__ = [
     "when_released",
 ]
 
+# Kinds of input one model is captured for before it runs plainly on further ones.
+_SIGNATURES = 64
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
 
@@ -209,7 +221,10 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
         # the partition function.
-        with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+        # backward_pass_autocast: users leave the autocast context before the backward.
+        with functorch_config.patch(
+            donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
+        ):
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition_fn
             )(module, inputs)
@@ -220,7 +235,9 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
     def call(*args: Any, **kwargs: Any) -> Any:
         # Hooks that come and go after the capture are guarded on.
         with dynamo_config.patch(
-            ignore_logging_functions=_said_once(), skip_nnmodule_hook_guards=False
+            ignore_logging_functions=_said_once(),
+            skip_nnmodule_hook_guards=False,
+            recompile_limit=_SIGNATURES,
         ):
             return compiled(*args, **kwargs)
 
@@ -361,6 +378,8 @@ def user_error(error: BaseException) -> BaseException | None:
 
 def capture_failure(error: BaseException) -> str | None:
     """Return why Dynamo could not trace, with the user's line, or None for another error."""
+    if isinstance(error, FailOnRecompileLimitHit):
+        return f"it has been captured for {_SIGNATURES} kinds of input, which is the limit"
     if not isinstance(error, TorchDynamoException):
         return None
     text = str(error)
@@ -370,6 +389,23 @@ def capture_failure(error: BaseException) -> str | None:
     frames = _user_frames(text) or _user_frames(str(getattr(error, "real_stack", "") or ""))
     where = f"{frames[-1][0]}, line {frames[-1][1]}, in {frames[-1][2]}" if frames else ""
     return f"{where}: {head}" if where else head
+
+
+def is_operator_error(error: BaseException) -> bool:
+    """Return whether a trace ended because an operator refused its inputs."""
+    return isinstance(error, TorchRuntimeError)
+
+
+def runs_elsewhere() -> bool:
+    """Return whether a call must run plainly: under the user's own mode, or under functorch."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or any(
+        not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _user_frames(text: str) -> list[tuple[str, str, str]]:
@@ -399,14 +435,20 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether the node draws from a generator."""
-    return (
-        is_operator(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
-    )
+    target: Any = node.target
+    seeded = torch.Tag.nondeterministic_seeded
+    return isinstance(target, torch._ops.OpOverload) and seeded in target.tags
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Return whether the node calls a plain ATen-style operator."""
-    return isinstance(node.target, torch._ops.OpOverload)
+    """Return whether the node calls one of torch's own operators.
+
+    Other operators are the user's; what they do beside computing is not known.
+    """
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in (
+        "aten",
+        "prims",
+    )
 
 
 def is_sym(node: fx.Node) -> bool:

@@ -118,27 +118,30 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
     needed = _needed_nodes(joint, nodes)
     lives_in: dict[fx.Node, tuple[int, ...]] = {}
     storages: list[CapturedStorage] = []
-    known: dict[int, int] = {}
+    known: dict[int, int] = {}  # key of the memory -> storage
     for placeholder in (*joint.primals, *joint.forward_seeds, *joint.backward_seeds):
         for tensor in tensors(placeholder):
             known[_torch.storage_key(tensor)] = -1
     for position, tangent in enumerate(joint.tangents):
         if position in absent:
             continue
-        for tensor in tensors(tangent):
-            known[_torch.storage_key(tensor)] = len(storages)
-            storages.append(CapturedStorage(tangent.name, _nbytes(tensor), -1, (tangent,)))
+        # Fake tangents of two views share memory; real ones come one by one.
+        tensor = tensors(tangent)[0]
+        known[_torch.storage_key(tensor)] = len(storages)
+        lives_in[tangent] = (len(storages),)
+        size = tensor.numel() * tensor.element_size()
+        storages.append(CapturedStorage(tangent.name, size, -1, (tangent,)))
     order = [n for n in nodes if n in needed and n not in backward]
     order += [n for n in nodes if n in needed and n in backward]
     operations: list[fx.Node] = []
     barrier = 0
     for node in nodes:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") and node not in lives_in:
             lives_in[node] = tuple(known.get(_torch.storage_key(t), -1) for t in tensors(node))
     for node in order:
         if node.op != "call_function":
             continue
-        _refuse_writes(node)
+        _refuse(node)
         index = len(operations)
         fresh: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors(node):
@@ -153,6 +156,10 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
                 name, roots = _roots(node, owners)
                 storages.append(CapturedStorage(name, _nbytes(owners[0]), index, roots))
         lives_in[node] = tuple(known[_torch.storage_key(t)] for t in tensors(node))
+        looked_at = {s for arg in node.all_input_nodes for s in lives_in[arg]}
+        if not fresh and len(looked_at) == 1:
+            # Where tangents share fake memory, what a view looks at says which one it is.
+            lives_in[node] = (*looked_at,) * len(lives_in[node])
     new_buffers: list[int] = []
     outputs: list[tuple[int, ...]] = []
     for value, mutated in zip(joint.forward_outputs, joint.mutated, strict=True):
@@ -251,11 +258,25 @@ def _drop_false_dependences(joint: JointGraph) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _refuse_writes(node: fx.Node) -> None:
+def _refuse(node: fx.Node) -> None:
+    """Raise for what cannot be planned: unknown sizes, other layouts, writes in place."""
+    where = _torch.source_line(node) or node.name
+    for tensor in tensors(node):
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"{where}: {node.target} makes a {tensor.layout} tensor, whose memory cannot be "
+                "planned. Use dense tensors here (for nn.Embedding: sparse=False)."
+            )
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise CaptureError(
+                f"{where}: the size of what {node.target} makes depends on data, so its memory "
+                "cannot be planned. Replace it by an operation of fixed size "
+                "(torch.where instead of a boolean index, for instance)."
+            )
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         raise CaptureError(
-            f"{_torch.source_line(node) or node.name}: the captured graph writes in place with "
+            f"{where}: the captured graph writes in place with "
             f"{node.target}, which cannot be repeated safely. Move this write out of forward."
         )
 
@@ -329,7 +350,7 @@ def traced(
 
     Raises:
         CaptureError: the forward cannot be captured; the message names the user's line.
-        InputError: the inputs do not fit the forward's parameters.
+        InputError: the inputs do not fit the forward.
     """
     try:
         return compiled(*args, **kwargs)
@@ -341,8 +362,11 @@ def traced(
         if reason is None:
             raise
         _refuse_inputs(model, args, kwargs, error)
+        name = type(model).__name__
+        if _torch.is_operator_error(error):
+            raise InputError(f"an operation of {name} fails on these inputs.\n{reason}") from error
         raise CaptureError(
-            f"the forward of {type(model).__name__} cannot be captured as one graph.\n{reason}"
+            f"the forward of {name} cannot be captured as one graph.\n{reason}"
         ) from error
 
 

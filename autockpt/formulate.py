@@ -32,8 +32,9 @@ __all__ = ["Around", "Formulation", "Origin", "Role", "again", "formulate"]
 
 aten = torch.ops.aten
 
-# A saved state is worth it only where it frees much more than itself.
-_STATE_WORTH = 16
+# A saved state is worth it only where it frees much more than itself. So large a share also keeps
+# the copy of the current state that a replay makes from mattering where it is not made.
+_STATE_WORTH = 128
 
 
 class Role(Enum):
@@ -292,7 +293,9 @@ class _Builder:
         if keep:
             return False, f"pinned by keep={keep!r}", (), ()
         if not _torch.is_operator(node):
-            return False, f"{node.target} is no plain operator", (), ()
+            return False, f"{node.target} is none of torch's own operators", (), ()
+        if not self.profile.measured[index].alone:
+            return False, "it cannot be run alone, so its cost is not known", (), ()
         if _torch.is_random(node):
             freed = sum(self.sizes[s] for s in outputs)
             if freed < _STATE_WORTH * self.state_bytes:
@@ -336,7 +339,8 @@ class _Builder:
                 inputs=(*self.capture.reads(node), *extra_inputs),
                 outputs=self._outputs(index),
                 cost_ns=measured.cost_ns,
-                workspace_bytes=measured.workspace_bytes,
+                workspace_bytes=measured.workspace_bytes
+                + (self.state_bytes if node in self.states else 0),
                 recompute_inputs=recompute_inputs,
                 recompute_outputs=recompute_outputs,
                 fixed=fixed,

@@ -54,19 +54,24 @@ def graph_key(joint: _torch.JointGraph) -> str:
     return digest.hexdigest()
 
 
-def guessed(captured: Capture, around: Around) -> tuple[Around, Around]:
+def guessed(
+    captured: Capture, around: Around, round_up: Callable[[int], int]
+) -> tuple[Around, Around]:
     """Return what the user's loss costs at most, as far as one can guess, and at least.
 
-    A cross entropy makes two more tensors of the outputs' size beside their gradients.
+    A cross entropy makes two more tensors of the outputs' size beside their gradients; a mean
+    squared error three, one of which its result holds on to. A scaled loss is a number, and
+    its backward starts from another.
     """
     outside = 0
     for position, tangent in enumerate(captured.joint.tangents):
         value = tensors(tangent)[0]
         if position not in captured.absent and value.numel() > 1:
             outside += value.untyped_storage().nbytes()
-    most = replace(around, loss_bytes=2 * outside)
-    least = replace(around, loss_bytes=0, released=(True,) * len(captured.outputs))
-    return most, least if outside or len(captured.outputs) > 1 else most
+    numbers = 2 * round_up(4)
+    most = replace(around, loss_bytes=3 * outside + numbers, loss_held_bytes=outside + numbers)
+    least = replace(around, released=(True,) * len(captured.outputs))
+    return most, least
 
 
 def saved_placeholders(backward: fx.GraphModule, captured: Capture) -> tuple[fx.Node, ...]:
@@ -119,6 +124,24 @@ class Graph(_torch.Watch):
         """Return what is known of this graph, for compiling it again."""
         return Known(self.around, self.captured.absent, self.made.plan, self.settled)
 
+    def guessed_well(self, around: Around) -> bool:
+        """Return whether what a step was found to do fits the guess closely enough to keep it.
+
+        It takes no more, and at most half a percent of the peak less.
+        """
+        guess = self.around
+        if around == guess:
+            return True
+        less = max(
+            guess.loss_bytes - around.loss_bytes, guess.loss_held_bytes - around.loss_held_bytes
+        )
+        no_more = (
+            around.loss_bytes <= guess.loss_bytes
+            and around.loss_held_bytes <= guess.loss_held_bytes
+        )
+        rest = replace(around, loss_bytes=guess.loss_bytes, loss_held_bytes=guess.loss_held_bytes)
+        return no_more and rest == guess and less <= self.made.plan.peak_bytes // 200
+
     # -------------------------------------------------------------- running
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
@@ -164,7 +187,7 @@ class Graph(_torch.Watch):
 
         """
         ran, self._ran = self._ran, False
-        if ran and self._tracker is None and self.found is None:
+        if ran and not _torch.in_backward() and self._tracker is None and self.found is None:
             self._tracker = _torch.AllocationTracker(self.device.round_up)
             self._tracker.__enter__()
             _torch.when_released(node, self.stop_watching)

@@ -205,10 +205,12 @@ class Handle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward: under its plan where it trains, plainly elsewhere."""
         model = self.model
-        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
+        if plain or _torch.runs_elsewhere():
             return model._call_impl(*args, **kwargs)
         for graph in self._graphs:
             graph.stop_watching()
+        begun = bool(self._graphs)
         try:
             self._inputs = (args, kwargs)
             self._revise()
@@ -216,10 +218,16 @@ class Handle:
                 self._compiled = _torch.compile_forward(model, self._partition)
             self._started = time.perf_counter()
             output = traced(model, self._compiled, args, kwargs)
-        except AutockptError:
-            # Nothing fails silently, and no failure leaves the model changed.
-            self.detach()
-            raise
+        except AutockptError as error:
+            if not begun:
+                # Nothing fails silently, and no failure leaves the model changed.
+                self.detach()
+                raise
+            # A run that has begun is not broken off: either eager has an error of its own for
+            # these inputs, or it trains on them, without a plan.
+            output = model._call_impl(*args, **kwargs)
+            self._warn("these inputs run without a plan, and without a budget: %s", error)
+            return output
         finally:
             self._inputs = None
         for node in _torch.compiled_nodes(output):
@@ -273,19 +281,22 @@ class Handle:
         known = self._known.get(key)
         captured = read_joint(joint, known.absent if known is not None else None)
         if known is None:
-            return captured, *self._guessed(captured)
-        made = None
+            known, made = self._guessed(captured)
+            return captured, known, made
+        again = None
         if known.plan is not None:
-            made = self._unchanged(captured, known.around, known.plan)
-        return captured, known, made or self._settled(captured, known.around)
+            again = self._unchanged(captured, known.around, known.plan)
+        return captured, known, again or self._settled(captured, known.around)
 
     def _guessed(self, captured: Capture) -> tuple[Known, Made]:
-        most, least = guessed(captured, self._around())
+        most, least = guessed(captured, self._around(), self._device().round_up)
         try:
             return Known(most), self._make(captured, most)
         except InfeasibleBudget:
-            if least == most or not self._within_budget(self._smallest(captured, least).plan):
-                raise
+            if not self._within_budget(self._smallest(captured, least).plan):
+                if not self._graphs:
+                    raise
+                return Known(most), self._settled(captured, most)
         # It may fit, depending on what the user's loss allocates. The first step shows it; until
         # then the smallest peak there is.
         return Known(most), self._smallest(captured, most)
@@ -325,19 +336,22 @@ class Handle:
 
     def _revise(self) -> None:
         """Plan again what turned out to be other than guessed."""
+        gradients_exist = _has_gradients(self.model)
         for graph in self._graphs:
-            if graph.settled or graph.found is None:
+            found = graph.found
+            if found is None:
                 continue
-            around, absent = graph.found
-            if _has_gradients(self.model) and not around.gradients_exist:
+            around, absent = found
+            if gradients_exist and not around.gradients_exist:
+                # The loop accumulates: they count among what is there all the time.
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-                device = self._device()
+                there = distinct_bytes(gradients, self._device())
                 around = replace(
-                    around,
-                    gradients_exist=True,
-                    resident_bytes=around.resident_bytes + distinct_bytes(gradients, device),
+                    around, gradients_exist=True, resident_bytes=around.resident_bytes + there
                 )
-            graph.settled = True
+            elif graph.settled:
+                continue
+            graph.settled, graph.found = True, (around, absent)
             if self._revised(graph, around, absent):
                 # Dynamo compiles again; what is known of each graph spares the rest.
                 for other in self._graphs:
@@ -351,16 +365,15 @@ class Handle:
         if absent != graph.captured.absent:
             self._known[graph.key] = Known(around, absent, settled=True)
             return True
-        if around == graph.around:
+        if graph.guessed_well(around):
             return False
         same = self._unchanged(graph.captured, around, graph.made.plan)
         made = same
         if made is None or made.plan.extra_time_s > 0 or not self._within_budget(made.plan):
             made = self._settled(graph.captured, around)
         if same is not None and made.plan.schedule == same.plan.schedule:
-            graph.around = around
-            graph.made = same
-            self._show(same.plan)
+            graph.around, graph.made = around, made
+            self._show(made.plan)
             return False
         self._known[graph.key] = Known(around, absent, made.plan, settled=True)
         return True
@@ -392,16 +405,19 @@ class Handle:
         try:
             return self._make(captured, around)
         except InfeasibleBudget as error:
-            _LOG.log(
-                logging.DEBUG if self._warned else logging.WARNING,
+            self._warn(
                 "the budget of %s bytes cannot be kept: with what the training loop allocates "
                 "around the model (its loss, gradients kept from before) a step needs at least "
                 "%s bytes. It runs with that peak.",
                 f"{error.budget_bytes:,}",
                 f"{error.minimum_bytes:,}",
             )
-            self._warned = True
             return self._smallest(captured, around)
+
+    def _warn(self, message: str, *args: object) -> None:
+        """Say it once for a model; again only to who asks for details."""
+        _LOG.log(logging.DEBUG if self._warned else logging.WARNING, message, *args)
+        self._warned = True
 
     def _smallest(self, captured: Capture, around: Around) -> Made:
         """The plan with the smallest peak there is."""

@@ -93,7 +93,7 @@ def test_the_loss_curve_is_eagers(name: str, percent: int) -> None:
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     assert run_steps(model, optimizer, batches(20)) == losses
     assert model.plan.extra_time_s > 0
-    assert losses[-1] < losses[0]  # it did learn something
+    assert len(set(losses)) == 20  # each step moved the weights
 
 
 def test_nothing_is_recomputed_where_the_budget_suffices() -> None:
@@ -115,7 +115,7 @@ def test_the_measured_peak_never_rises_as_the_budget_falls() -> None:
     ((args, _),) = tokens(1, 4, 32, 64)
 
     def build() -> nn.Module:
-        return Llama(layers=12, dim=32, heads=2, kv_heads=1, vocab=64, seq=32)
+        return Llama(layers=8, dim=32, heads=2, kv_heads=1, vocab=64, seq=32)
 
     def step(model: nn.Module) -> None:
         model(*args).backward()
@@ -123,8 +123,9 @@ def test_the_measured_peak_never_rises_as_the_budget_falls() -> None:
 
     budget: int | None = None
     peaks: list[int] = []
-    for percent in (100, 85, 70, 60, 50, 45, 40, 0):
-        model = autockpt.optimize(seeded(build), budget, solver="auto", time_limit=0.5)
+    for percent in (90, 80, 70, 60, 50, 45, 40, 35):
+        solver = "auto" if budget is None else "greedy"
+        model = autockpt.optimize(seeded(build), budget, solver=solver, time_limit=1)
         for _ in range(2):
             step(model)
         peaks.append(resident_bytes(model, args) + measure_peak(lambda m=model: step(m)).delta_bytes)
@@ -132,7 +133,7 @@ def test_the_measured_peak_never_rises_as_the_budget_falls() -> None:
         assert budget is None or peaks[-1] <= budget
         if budget is None:
             first = model.plan
-        budget = max(fraction(first, percent), smallest(first))
+        budget = fraction(first, percent)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
 

@@ -16,7 +16,7 @@ import gzip
 import json
 from pathlib import Path
 
-from autockpt_solvers import Operation, Problem, SolverError, Storage, solve
+from autockpt_solvers import AutockptError, Operation, Problem, Storage, solve
 
 MIB = 2**20
 
@@ -87,7 +87,7 @@ def main() -> None:
                 head = f"{problem.name:<12} {fraction:>4.2f} {method:<12}"
                 try:
                     found = solve(problem, budget, method=method, time_limit_s=options.time_limit)
-                except SolverError as error:
+                except AutockptError as error:
                     print(head, str(error).splitlines()[0], flush=True)
                     continue
                 step = problem.baseline_cost_ns / 100

@@ -314,7 +314,7 @@ def run_mip(
 
     Args:
         arrays: the program.
-        request: ``time_limit``, ``gap``, ``start`` and the columns' ``lower`` and ``upper``.
+        request: ``time_limit``, ``gap``, ``absolute_gap``, ``nodes``, ``start`` and the columns' ``lower`` and ``upper``.
         report: called with the same, status None, for each better solution or bound.
     """
     sent = [-INFINITY]
@@ -340,6 +340,8 @@ def run_mip(
         watch=watch,
         timeLimit=request["time_limit"],
         gapRel=request["gap"],
+        gapAbs=request["absolute_gap"],
+        mip_max_nodes=request["nodes"],
     )
     # The model itself stayed with the parent; what is solved are its arrays.
     status = pulp.LpProblem("arrays").solve(solver)
@@ -397,15 +399,29 @@ class MipProcess:
         *,
         time_limit_s: float,
         relative_gap: float,
+        absolute_gap: float = 1e-6,
+        nodes: int | None = None,
         start: Sequence[float] | None = None,
         lower: Floats | None = None,
         upper: Floats | None = None,
     ) -> MipResult:
-        """Return the best solution and bound within the time, whatever HiGHS does."""
+        """Return the best solution and bound within the time, whatever HiGHS does.
+
+        Args:
+            time_limit_s: time limit, in seconds.
+            relative_gap: relative gap between solution and bound that ends the search.
+            absolute_gap: the same, absolute.
+            nodes: nodes of the search tree that end it: the same on every machine.
+            start: the columns of a solution to start from.
+            lower: lower bounds of the columns in place of the program's.
+            upper: upper bounds likewise.
+        """
         deadline = time.perf_counter() + time_limit_s
         request = {
             "time_limit": max(time_limit_s - 0.05, 0.05),
             "gap": relative_gap,
+            "absolute_gap": absolute_gap,
+            "nodes": nodes,
             "start": None if start is None else np.array(start, np.float64),
             "lower": self.arrays["lower"] if lower is None else lower,
             "upper": self.arrays["upper"] if upper is None else upper,
@@ -414,9 +430,9 @@ class MipProcess:
             status, values, objective, bound = run_mip(self.arrays, request, lambda message: None)
             return MipResult(status or "stopped", values, objective, bound)
         result = MipResult("stopped", None, INFINITY, -INFINITY)
-        child = self._start()
-        assert child.stdin is not None
         try:
+            child = self._start()
+            assert child.stdin is not None
             pickle.dump(request, child.stdin)
             child.stdin.flush()
         except OSError:

@@ -124,7 +124,7 @@ class Liveness:
         return any(op.optional and op.inputs for op in self.problem.operations)
 
     @cached_property
-    def _rows(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+    def rows(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
         """For each operation, as it runs behind the barrier: forward reads, makes, workspace."""
         problem, demand = self.problem, self.demand
         rows = []
@@ -139,7 +139,7 @@ class Liveness:
         """Return the forward storages that a backward order needs behind the barrier."""
         need: set[int] = set()
         for index in reversed(order):
-            reads, makes, _ = self._rows[index]
+            reads, makes, _ = self.rows[index]
             need.difference_update(makes)
             need.update(reads)
         return need
@@ -152,7 +152,7 @@ class Liveness:
         live = base = 0
         levels: list[int] = []
         for index in reversed(order):
-            reads, makes, workspace = self._rows[index]
+            reads, makes, workspace = self.rows[index]
             fresh = [s for s in reads if s not in need]
             need.update(fresh)
             live += sum(self.problem.storages[s].size_bytes for s in fresh)
@@ -177,7 +177,7 @@ class Liveness:
         problem = self.problem
         barrier = problem.barrier
         during, before = self.backward_bytes
-        storages, rows = problem.storages, self._rows
+        storages, rows = problem.storages, self.rows
         need: set[int] = set()
         live = 0
         best, where = -1, 0
@@ -214,7 +214,7 @@ class Liveness:
                 excess += now - level
         optional = optional_operations(problem, read)
         extra += sum(problem.operations[i].cost_ns for i in optional)
-        forward = self._forward(need, optional)
+        forward = self.forward_with(need, optional)
         if barrier:
             top = int(forward.argmax())
             if int(forward[top]) >= best:
@@ -222,7 +222,7 @@ class Liveness:
             excess += int((forward - level)[forward > level].sum())
         return Peak(best, where, frozenset(need), extra, excess)
 
-    def _forward(self, kept: Set[int], optional: Set[int]) -> NDArray[np.int64]:
+    def forward_with(self, kept: Set[int], optional: Set[int]) -> NDArray[np.int64]:
         """Return the bytes during each forward operation; 0 for one that does not run."""
         problem = self.problem
         delta = np.zeros(problem.barrier + 1, np.int64)
@@ -252,7 +252,7 @@ class Liveness:
             )
         need: set[int] = set()
         for index in reversed(order[where:]):
-            reads, makes, _ = self._rows[index]
+            reads, makes, _ = self.rows[index]
             if index != order[where] or index >= problem.barrier:
                 need.difference_update(makes)
             need.update(reads)

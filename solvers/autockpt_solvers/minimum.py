@@ -9,7 +9,8 @@ from autockpt_solvers.errors import SolverError
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.memory import simulate
 from autockpt_solvers.methods import exhaustive
-from autockpt_solvers.methods.greedy import Choice, descend
+from autockpt_solvers.methods.eviction import PATIENCE, Eviction
+from autockpt_solvers.methods.ilp.peak import lowest_peak
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Schedule
@@ -26,15 +27,19 @@ class Minimum:
         schedule: a schedule that reaches it.
         lower_bound_bytes: no schedule that runs each forward operation once before the barrier
             peaks lower.
+        ordered_bound_bytes: of those, none peaks lower whose recomputations between two backward
+            operations run in the forward's order, each at most once; ``peak_bytes`` where that
+            is lower.
     """
 
     peak_bytes: int
     schedule: Schedule
     lower_bound_bytes: int
+    ordered_bound_bytes: int
 
 
-# Descents per search.
-LEVELS = 7
+# Most seconds for the exact program; its limit of nodes ends it before on most machines.
+EXACT_S = 10.0
 
 # The one in-process cache of the solvers: a budget below the minimum is often asked for again at
 # the minimum, and must then be met by the very schedule that proved it. Few and small.
@@ -45,10 +50,9 @@ _FOUND_LIMIT = 16
 def minimum(problem: Problem, *, time_limit_s: float = 60.0) -> Minimum:
     """Return the smallest peak found and a schedule that reaches it.
 
-    Exact for problems of at most 8 recomputable operations. Otherwise a search from several
-    starts: everything kept, nothing kept, recomputed storages held or not. The search counts its
-    steps rather than the time, so that it ends at the same schedule on every machine;
-    ``time_limit_s`` only cuts it off where the machine is very slow.
+    Exact for problems of at most 8 recomputable operations. Otherwise by eviction at lower and
+    lower levels, which often reaches the bound, and from there by the exact program where it is
+    not too large. Two searches that their time limit does not cut end at the same schedule.
     """
     Demand(problem).check_pins()
     found = _FOUND.get(problem)
@@ -61,19 +65,26 @@ def minimum(problem: Problem, *, time_limit_s: float = 60.0) -> Minimum:
 
 
 def unavoidable_bytes(problem: Problem) -> int:
-    """Return what the hungriest operation needs whatever the schedule: a bound on every peak."""
+    """Return what the hungriest operation needs whatever the schedule: a bound on every peak.
+
+    Counted are its own inputs and outputs and what is read later and cannot be made again.
+    """
     liveness = Liveness(Demand(problem))
+    demand, sizes = liveness.demand, [storage.size_bytes for storage in problem.storages]
     during, _ = liveness.backward_bytes
     needs = [problem.resident_bytes]
-    for offset, reads in enumerate(liveness.demand.reads):
-        own = sum(problem.storages[s].size_bytes for s in reads if s not in liveness.held)
-        needs.append(during[offset] + own)
-    forward = liveness.forward_bytes
+    once: set[int] = set()
+    for offset in range(len(demand.reads) - 1, -1, -1):
+        reads = set(demand.reads[offset]) - liveness.held
+        once |= {s for s in reads if not demand.may_recompute[s]}
+        needs.append(during[offset] + sum(sizes[s] for s in reads | once))
+    forward = liveness.forward_with(once, frozenset())
     needs += [int(forward[i]) for i in problem.required]
     return max(needs)
 
 
 def search(problem: Problem, time_limit_s: float) -> Minimum:
+    """Return the minimum, found anew."""
     started = time.perf_counter()
     deadline = started + time_limit_s
     bound = unavoidable_bytes(problem)
@@ -84,47 +95,37 @@ def search(problem: Problem, time_limit_s: float) -> Minimum:
             pass  # too many states: search like a larger problem
         else:
             peak = simulate(problem, schedule).peak_bytes
-            return Minimum(peak, schedule, peak)
+            return Minimum(peak, schedule, peak, peak)
     liveness = Liveness(Demand(problem))
-    order = _lowest(liveness, bound, deadline)
+    order = _lowest(liveness, bound, started + 0.5 * time_limit_s)
+    deadline = min(deadline, time.perf_counter() + EXACT_S)
+    order, ordered = lowest_peak(liveness, order, bound, deadline=deadline)
     schedule = stage_schedule(problem, order)
-    return Minimum(simulate(problem, schedule).peak_bytes, schedule, bound)
+    return Minimum(simulate(problem, schedule).peak_bytes, schedule, bound, ordered)
 
 
 def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
-    """Return the backward order with the lowest peak found, by descents to lower and lower levels.
+    """Return the backward order with the lowest peak found; the cheapest of equal ones.
 
-    A descent lowers the bytes above its level, summed over the step; how low it gets depends on
-    the level, so levels between the bound and the best peak are bisected.
+    By eviction at lower and lower levels. Whether a walk comes through is not monotonic in its
+    level, so bisection may miss lower ones.
     """
-    needed = needed_storages(liveness.demand)
-    nothing: frozenset[int] = frozenset()
-    starts = [(needed, needed), (nothing, needed), (nothing, nothing)]
-    best: tuple[int, list[int]] | None = None
-    low = bound
-    for _ in range(LEVELS):
-        level = low if best is None else (low + best[0]) // 2
-        reached: list[tuple[int, list[int], int]] = []
-        for number, (kept, held) in enumerate(starts):
-            try:
-                choice = Choice(liveness, kept, held, level)
-                tight = on_demand(liveness.demand, kept, held, tight=True)
-            except SolverError:
-                continue  # recomputes without end in sight
-            descend(choice, deadline=deadline)
-            peak, order = min(choice.lowest, (liveness.peak(tight).peak_bytes, tight))
-            reached.append((peak, order, number))
-        if not reached:
-            break
-        reached.sort()
-        peak, order, _ = reached[0]
-        # Lower levels only from the two starts that got lowest: each descent takes its time.
-        starts = [starts[number] for _, _, number in reached[:2]]
-        if best is None or peak < best[0]:
-            best = (peak, order)
-        if best[0] > level:
-            low = level
-        if best[0] - low <= max(1, bound // 1000) or time.perf_counter() > deadline:
-            break
-    assert best is not None
-    return best[1]
+    everything = on_demand(liveness.demand, needed_storages(liveness.demand))
+    peak = liveness.peak(everything)
+    best = (peak.peak_bytes, peak.extra_ns, everything)
+    for patience in PATIENCE:
+        walk = Eviction(liveness, patience)
+        low, high = bound, best[0] + 1
+        level = bound  # often reached
+        while low < high and time.perf_counter() < deadline:
+            order = walk.order(level)
+            if order is None:
+                low = level + 1
+            else:
+                peak = liveness.peak(order)
+                high = peak.peak_bytes
+                best = min(best, (peak.peak_bytes, peak.extra_ns, order))
+            if high - low <= bound // 10_000:
+                break
+            level = (low + high) // 2
+    return best[2]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from autockpt_solvers.bounds import lower_bound
 from autockpt_solvers.errors import InfeasibleBudget, SolverError
 from autockpt_solvers.memory import live_storages, simulate
-from autockpt_solvers.methods import METHODS, exhaustive, greedy, ilp, keep_all
+from autockpt_solvers.methods import METHODS, eviction, exhaustive, greedy, ilp, keep_all
 from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.on_demand import Demand
 from autockpt_solvers.problem import Operation, Problem
@@ -74,7 +74,8 @@ def solve(
             found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
         except SolverError:
             if budget_bytes is not None:
-                smallest = minimum(problem, time_limit_s=time_limit_s)
+                left_s = started + time_limit_s - time.perf_counter()
+                smallest = minimum(problem, time_limit_s=max(left_s, 0.1 * time_limit_s))
                 if smallest.peak_bytes > budget_bytes:
                     raise _infeasible(problem, budget_bytes, smallest) from None
             raise
@@ -102,20 +103,28 @@ def _auto(
             pass  # too many states, or nothing fits
     assert budget_bytes is not None
     say("greedy search")
-    try:
-        found = greedy.solve(problem, budget_bytes, time_limit_s=0.4 * time_limit_s)
-    except SolverError:
+    starts: list[Solution] = []
+    for method in (eviction, greedy):
+        try:
+            starts.append(method.solve(problem, budget_bytes, time_limit_s=0.3 * time_limit_s))
+        except SolverError:
+            continue
+    if not starts:
         say("no schedule yet; looking for the smallest peak")
-        smallest = minimum(problem, time_limit_s=time_limit_s)
+        left_s = started + time_limit_s - time.perf_counter()
+        smallest = minimum(problem, time_limit_s=left_s)
         if smallest.peak_bytes > budget_bytes:
             raise _infeasible(problem, budget_bytes, smallest) from None
-        found = measured(
-            problem,
-            smallest.schedule,
-            budget_bytes=budget_bytes,
-            method="minimum",
-            started=started,
+        starts.append(
+            measured(
+                problem,
+                smallest.schedule,
+                budget_bytes=budget_bytes,
+                method="minimum",
+                started=started,
+            )
         )
+    found = min(starts, key=lambda start: start.extra_ns)
     left_s = started + time_limit_s - time.perf_counter()
     if ilp.program_size(problem) > ILP_LIMIT or left_s < 0.1 * time_limit_s:
         return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 import networkx as nx
 
@@ -19,7 +20,7 @@ from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution, measured
 
-__all__ = ["solve"]
+__all__ = ["segmentations", "solve"]
 
 
 def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 60.0) -> Solution:
@@ -33,20 +34,11 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     """
     started = time.perf_counter()
     demand = Demand(problem)
-    needed = needed_storages(demand)
-    crossing = _crossing(problem, demand)
-    bottlenecks = _bottlenecks(problem)
-    weight = [
-        sum(problem.storages[s].size_bytes for s in problem.operations[i].outputs if s in needed)
-        for i in problem.forward
-    ]
     best: tuple[int, int, list[int]] | None = None
     smallest: int | None = None
-    for segments in range(1, 4 * math.isqrt(max(problem.barrier, 1)) + 2):
+    for kept in segmentations(demand):
         if best is not None and time.perf_counter() - started > time_limit_s:
             break
-        cuts = _cuts(problem, crossing, bottlenecks, weight, segments)
-        kept = set().union(*(crossing[cut] for cut in cuts))
         order = on_demand(demand, kept)
         trace = simulate(problem, stage_schedule(problem, order))
         smallest = min(trace.peak_bytes, smallest or trace.peak_bytes)
@@ -66,6 +58,21 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
         method="chen",
         started=started,
     )
+
+
+def segmentations(demand: Demand) -> Iterator[frozenset[int]]:
+    """Yield what crosses the cuts of 1, 2, ... segments."""
+    problem = demand.problem
+    needed = needed_storages(demand)
+    crossing = _crossing(problem, demand)
+    bottlenecks = _bottlenecks(problem)
+    weight = [
+        sum(problem.storages[s].size_bytes for s in problem.operations[i].outputs if s in needed)
+        for i in problem.forward
+    ]
+    for segments in range(1, 4 * math.isqrt(max(problem.barrier, 1)) + 2):
+        cuts = _cuts(problem, crossing, bottlenecks, weight, segments)
+        yield frozenset().union(*(crossing[cut] for cut in cuts))
 
 
 def _crossing(problem: Problem, demand: Demand) -> list[frozenset[int]]:

@@ -10,7 +10,7 @@ first. Every decision is made on exact peaks; nothing is proved.
 from __future__ import annotations
 
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.liveness import Liveness, Peak
@@ -195,7 +195,14 @@ def _descend_in_bulk(choice: Choice, ranked: list[tuple[float, Flips, int]], goa
 
 
 def put_back(choice: Choice, *, deadline: float) -> None:
-    """Keep or hold again what lowers the cost and still fits; dearest per byte first."""
+    """Keep or hold again what lowers the cost and still fits; dearest per byte first.
+
+    Halves of the list are tried whole before their halves: far from the budget most fit.
+
+    Args:
+        choice: changed in place; it fits.
+        deadline: ``time.perf_counter()`` at which to stop.
+    """
     demand = choice.liveness.demand
     sizes = [storage.size_bytes for storage in demand.problem.storages]
     needed = needed_storages(demand)
@@ -207,15 +214,18 @@ def put_back(choice: Choice, *, deadline: float) -> None:
             move,
         )
     )
-    for move in moves:
-        if time.perf_counter() > deadline:
-            return
-        tried = choice.try_flips({move})
-        if tried is None:
-            continue
-        order, peak = tried
-        if peak.peak_bytes <= choice.budget_bytes and peak.extra_ns < choice.peak.extra_ns:
-            choice.accept({move}, order, peak)
+    todo: list[Sequence[tuple[str, int]]] = [moves]
+    while todo and time.perf_counter() < deadline:
+        group = todo.pop()
+        tried = choice.try_flips(set(group)) if group else None
+        if tried is not None:
+            order, peak = tried
+            if peak.peak_bytes <= choice.budget_bytes and peak.extra_ns < choice.peak.extra_ns:
+                choice.accept(set(group), order, peak)
+                continue
+        if len(group) > 1:
+            half = len(group) // 2
+            todo += [group[half:], group[:half]]
 
 
 def _recompute_cost(choice: Choice, storage: int, running: Set[int]) -> int:

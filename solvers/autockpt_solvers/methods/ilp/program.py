@@ -36,16 +36,26 @@ from autockpt_solvers.highs import INFINITY, LpResult, Program, solve_lp
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.on_demand import optional_operations
 
-__all__ = ["StageProgram"]
+__all__ = ["RUNS_BYTES", "StageProgram"]
+
+# Where the peak is minimised, what all possible runs together weigh, in bytes.
+RUNS_BYTES = 0.2
 
 
 class StageProgram:
     """The program of one problem at one budget, growing by cuts.
 
+    Args:
+        stages: the index sets.
+        budget_bytes: the budget.
+        least_bytes: minimise the peak instead, between these bytes and the budget.
+
     Attributes:
         program: the rows and columns.
         runs: column of ``R[i, k]``.
         resident: column of ``S[g, k]``.
+        saved: column of the units by which the peak stays below the budget, where that is
+            maximised.
         optional: column that says whether an optional operation is run, where that costs.
         later: for each stage with closure cuts the columns ``T[i]``.
         alive: columns of the in-stage rows; see :mod:`autockpt_solvers.methods.ilp.instage`.
@@ -55,7 +65,13 @@ class StageProgram:
         bounded_inside: whether it has rows for the backward operations inside stages.
     """
 
-    def __init__(self, stages: Stages, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        budget_bytes: int,
+        *,
+        least_bytes: int | None = None,
+    ) -> None:
         self.stages = stages
         self.budget_bytes = budget_bytes
         problem = stages.problem
@@ -67,6 +83,15 @@ class StageProgram:
         total = sum(problem.operations[i].cost_ns for i in candidates)
         self.cost_unit = max(total, 1) / 1000
         self.byte_unit = max(budget_bytes - problem.resident_bytes, 1) / 1000
+        self.saved: int | None = None
+        if least_bytes is not None:
+            room = (budget_bytes - least_bytes) / self.byte_unit
+            self.saved = self.program.variable("saved", -1.0, upper=room, integer=False)
+            # Runs cost next to nothing, so that none is made in vain: all of them together less
+            # than a byte where that is above the solver's tolerances.
+            every = sum(problem.operations[i].cost_ns for runs in stages.runs for i in runs)
+            every += sum(op.cost_ns for op in problem.operations if op.optional)
+            self.cost_unit = max(every, 1) / min(max(RUNS_BYTES / self.byte_unit, 1e-3), 1.0)
         self.runs: dict[tuple[int, int], int] = {}
         self.resident: dict[tuple[int, int], int] = {}
         self.optional: dict[int, int] = {}
@@ -141,9 +166,12 @@ class StageProgram:
 
     def memory_row(self, name: str, constant: int, terms: dict[int, int]) -> int:
         """Add ``constant + terms <= budget``, in bytes."""
+        row = [(column, size / self.byte_unit) for column, size in terms.items() if size]
+        if self.saved is not None:
+            row.append((self.saved, 1.0))
         return self.program.row(
             name,
-            [(column, size / self.byte_unit) for column, size in terms.items() if size],
+            row,
             upper=(self.budget_bytes - constant) / self.byte_unit,
         )
 

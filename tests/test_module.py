@@ -1,0 +1,612 @@
+"""The optimised model is the user's model: same object, same keys, and no failure changes it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import autockpt
+from autockpt import (
+    AutockptError,
+    BudgetError,
+    CaptureError,
+    InfeasibleBudget,
+    InputError,
+    PinError,
+    Plan,
+    PlanMismatch,
+)
+from oracle import (
+    assert_same,
+    assert_state_unchanged,
+    measure_peak,
+    model_state,
+    resident_bytes,
+    run_step,
+    run_steps,
+)
+from tiny_models import MLP, Classifier, mlp, seeded
+
+
+class Norm(Classifier):
+    """With a buffer that every training forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=32, layers=5)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def built() -> tuple[nn.Module, Tensor]:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    return seeded(Norm), x
+
+
+@functools.cache
+def tight() -> int:
+    """A budget below the peak of ``built()``, for which something has to run again."""
+    model, x = built()
+    plan = autockpt.plan(model, x, None)
+    resident = plan.problem.resident_bytes
+    return resident + (plan.baseline_peak_bytes - resident) * 7 // 10
+
+
+def optimised(budget: int | str | None = None, **options: Any) -> tuple[nn.Module, Tensor]:
+    model, x = built()
+    budget = tight() if budget is None else budget
+    return autockpt.optimize(model, budget, time_limit=1, **options), x
+
+
+# ------------------------------------------------------------------ a drop-in
+
+
+def test_it_is_the_same_object_of_the_same_class_with_the_same_keys() -> None:
+    model, x = built()
+    before = model_state(model)
+    keys = list(model.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    modules = [name for name, _ in model.named_modules()]
+    assert autockpt.optimize(model, tight(), time_limit=1) is model
+    for _ in range(2):
+        model(x).backward()
+    after = model_state(model)
+    assert type(model) is Norm
+    assert after.identities == before.identities
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [name for name, _ in model.named_modules()] == modules
+    assert isinstance(model, nn.Module)
+
+
+def test_it_trains_as_before_and_keeps_the_budget() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    for _ in range(3):
+        assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+    measured = resident_bytes(model, x) + measure_peak(lambda: model(x).backward()).delta_bytes
+    assert measured <= tight()
+
+
+def test_there_is_a_plan_from_the_first_training_forward_on() -> None:
+    model, x = optimised()
+    assert model.plan is None
+    model.eval()
+    model(x)
+    assert model.plan is None
+    model.train()
+    model(x)
+    assert isinstance(model.plan, Plan)
+    assert model.plan is model.autockpt.plan
+    assert model.plan.budget_bytes == tight()
+
+
+def test_example_inputs_make_the_plan_now() -> None:
+    model, x = built()
+    before = model_state(model)
+    autockpt.optimize(model, tight(), example_inputs=(x,), time_limit=1)
+    assert isinstance(model.plan, Plan)
+    assert model_state(model).identities == before.identities
+    assert torch.equal(model.norm.num_batches_tracked, torch.tensor(0))
+    plain, _ = built()
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+def test_eval_and_no_grad_run_the_plain_model() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    model(x).backward()
+    plain(x).backward()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        assert measure_peak(lambda: model(x)).left_bytes == 0
+        plain(x)
+    model.eval(), plain.eval()
+    loss = model(x)
+    assert torch.equal(loss, plain(x))
+    # Eager's graph, node for node: nothing of a compiled function is in it.
+    assert type(loss.grad_fn) is type(plain(x).grad_fn)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    others = torch.autograd.grad(plain(x), list(plain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+
+
+def test_restore_undoes_it() -> None:
+    model, x = built()
+    before = model_state(model)
+    autockpt.optimize(model, None)
+    model.norm.eval()  # leaves the statistics alone
+    model(x)
+    model.norm.train()
+    assert autockpt.restore(model) is model
+    assert_state_unchanged(model, before)
+    plain, _ = built()
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+def test_restore_leaves_a_plain_model_alone() -> None:
+    model, _ = built()
+    model.plan = "the user's"
+    before = model_state(model)
+    assert autockpt.restore(model) is model
+    assert_state_unchanged(model, before)
+    assert model.plan == "the user's"
+
+
+def test_optimising_again_replaces_the_budget() -> None:
+    model, x = optimised()
+    model(x).backward()
+    assert model.plan.extra_time_s > 0
+    autockpt.optimize(model, None)
+    assert model.plan is None
+    model(x).backward()
+    assert model.plan.extra_time_s == 0
+    autockpt.restore(model)
+    assert "plan" not in vars(model)
+
+
+def test_hooks_run() -> None:
+    model, x = built()
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    autockpt.optimize(model, None)
+    for _ in range(3):
+        model(x).backward()
+    assert seen == ["before", "after"] * 3
+
+
+class WithPlan(Classifier):
+    """A class that has a ``plan`` of its own."""
+
+    @property
+    def plan(self) -> str:
+        return "the architect's"
+
+
+def test_a_plan_of_the_users_is_not_shadowed() -> None:
+    model, x = seeded(WithPlan), mlp()[1]
+    autockpt.optimize(model, None)
+    model(x).backward()
+    assert model.plan == "the architect's"
+    assert isinstance(model.autockpt.plan, Plan)
+    autockpt.restore(model)
+    assert model.plan == "the architect's"
+
+
+def test_a_submodule_called_plan_is_not_shadowed() -> None:
+    model, x = mlp()
+    model.plan = nn.Linear(2, 2)
+    autockpt.optimize(model, None)
+    model(x).backward()
+    assert isinstance(model.plan, nn.Linear)
+    assert isinstance(model.autockpt.plan, Plan)
+
+
+# ------------------------------------------------------------------ copies
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("forwards", [0, 2])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_a_copy_is_optimised_and_its_own(
+    copied: Callable[[nn.Module], nn.Module], forwards: int
+) -> None:
+    model, x = optimised()
+    plain, _ = built()
+    for one in (model, plain):
+        for _ in range(forwards):
+            one(x).backward()
+        one.zero_grad(set_to_none=True)
+    other = copied(model)
+    before = model_state(model)
+    assert other.autockpt is not model.autockpt
+    batches = [((x,), {})] * 3
+    losses = run_steps(other, SGD(other.parameters(), lr=0.1), batches)
+    assert losses == run_steps(plain, SGD(plain.parameters(), lr=0.1), batches)
+    assert other.plan.extra_time_s > 0
+    assert other.plan.budget_bytes == tight()
+    measured = resident_bytes(other, x) + measure_peak(lambda: other(x).backward()).delta_bytes
+    assert measured <= tight()
+    assert_state_unchanged(model, before, rng=False)
+
+
+def test_a_state_dict_of_an_optimised_model_fits_a_plain_one() -> None:
+    model, x = optimised()
+    model(x).backward()
+    plain, _ = built()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    plain.zero_grad(), model.zero_grad()
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+# ------------------------------------------------------------------ other inputs, broken steps
+
+
+def test_a_smaller_last_batch_keeps_the_budget_too() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    for size in (64, 64, 40, 64, 40):
+        assert_same(run_step(model, (x[:size].clone(),)), run_step(plain, (x[:size].clone(),)))
+        assert model.plan.peak_bytes <= tight()
+
+
+def test_a_larger_batch_is_planned_anew() -> None:
+    model, x = optimised()
+    plain, _ = built()
+    budget = tight() * 5 // 4
+    autockpt.optimize(model, budget, time_limit=1)
+    for size in (64, 76, 64):
+        batch = torch.cat([x, x])[:size].clone()
+        assert_same(run_step(model, (batch,)), run_step(plain, (batch,)))
+    batch = torch.cat([x, x])[:76].clone()
+
+    def step() -> None:
+        model(batch).backward()
+
+    assert resident_bytes(model, batch) + measure_peak(step).delta_bytes <= budget
+
+
+def test_an_error_in_the_users_loss_leaves_everything_usable() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    for _ in range(3):
+        for one in (plain, model):
+            with pytest.raises(ZeroDivisionError):
+                run_step(one, (x,), loss_fn=lambda output: output / (1 // 0))
+        assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+def test_an_error_between_forward_and_backward_leaves_nothing_allocated() -> None:
+    model, x = optimised()
+    model(x).backward()
+    model.zero_grad(set_to_none=True)
+
+    def broken() -> None:
+        with pytest.raises(ZeroDivisionError):
+            run = model(x)
+            run / (1 // 0)
+        del run
+
+    assert measure_peak(broken).left_bytes == 0
+
+
+def test_an_error_in_the_backward_leaves_everything_usable() -> None:
+    plain, x = built()
+    model, _ = optimised()
+
+    def refuse(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    for one in (plain, model):
+        for _ in range(2):
+            hook = next(one.parameters()).register_hook(refuse)
+            with pytest.raises(ZeroDivisionError):
+                one(x).backward()
+            hook.remove()
+            one.zero_grad(set_to_none=True)
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+def test_a_forward_without_a_backward_does_no_harm() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    for one in (plain, model):
+        for _ in range(3):
+            one(x)
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+def test_a_backward_may_run_twice() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    for one in (plain, model):
+        loss = one(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_two_forwards_before_two_backwards() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    for one in (plain, model):
+        first, second = one(x), one(2 * x)
+        second.backward()
+        first.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    plain, x = built()
+    model, _ = built()
+    for one in (plain, model):
+        one.layers[1].requires_grad_(False)
+        one.norm.requires_grad_(False)
+    autockpt.optimize(model, tight(), time_limit=1)
+    result = run_step(model, (x,))
+    assert_same(result, run_step(plain, (x,)))
+    assert result.gradients["layers.1.weight"] is None
+
+
+def test_an_input_may_need_a_gradient() -> None:
+    plain, x = built()
+    model, _ = optimised()
+    x.requires_grad_()
+    result = run_step(model, (x,))
+    assert_same(result, run_step(plain, (x,)))
+    assert result.input_gradients["inputs[0]"] is not None
+
+
+# ------------------------------------------------------------------ given plans
+
+
+def test_a_plan_may_be_given(tmp_path: Path) -> None:
+    model, x = built()
+    plan = autockpt.plan(model, x, tight(), time_limit=1)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    expected = run_step(built()[0], (x,))
+    for given in (plan, path, str(path)):
+        model, _ = built()
+        autockpt.optimize(model, tight(), plan=given)
+        assert_same(run_step(model, (x,)), expected)
+        assert model.plan.schedule == plan.schedule
+        assert model.plan.peak_bytes <= tight()
+
+
+def test_a_given_plan_brings_its_budget() -> None:
+    model, x = built()
+    plan = autockpt.plan(model, x, tight(), time_limit=1)
+    autockpt.optimize(model, None, plan=plan)
+    model(x).backward()
+    assert model.plan.schedule == plan.schedule
+
+
+def test_a_given_plan_stays_whatever_the_user_does_with_the_outputs() -> None:
+    model, x = built()
+    plan = autockpt.plan(model, x, tight(), time_limit=1)
+    for budget in (None, 2 * tight()):
+        model, _ = built()
+        autockpt.optimize(model, budget, plan=plan)
+        for _ in range(3):
+            loss = model(x)
+            loss.detach().clone(), torch.zeros(1000)  # something of the user's
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+        assert model.plan.schedule == plan.schedule
+
+
+def test_a_plan_for_one_shape_leaves_others_within_its_budget() -> None:
+    plain, x = built()
+    model, _ = built()
+    autockpt.optimize(model, None, plan=autockpt.plan(model, x, tight(), time_limit=1))
+    for size in (64, 48):
+        assert_same(run_step(model, (x[:size].clone(),)), run_step(plain, (x[:size].clone(),)))
+        assert model.plan.peak_bytes <= tight()
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: MLP(dim=32, layers=5), lambda: Classifier(dim=32, layers=4)]
+)
+def test_a_plan_of_another_model_is_refused(other: Callable[[], nn.Module]) -> None:
+    model, x = built()
+    plan = autockpt.plan(seeded(other), x, None)
+    before = model_state(model)
+    autockpt.optimize(model, None, plan=plan)
+    with pytest.raises(PlanMismatch, match="was made for another step"):
+        model(x)
+    assert_state_unchanged(model, before)
+
+
+def test_a_plan_over_the_budget_is_refused() -> None:
+    model, x = built()
+    plan = autockpt.plan(model, x, None)
+    before = model_state(model)
+    with pytest.raises(PlanMismatch, match="over the budget"):
+        autockpt.optimize(model, tight(), plan=plan, example_inputs=(x,))
+    assert_state_unchanged(model, before)
+
+
+# ------------------------------------------------------------------ failures change nothing
+
+
+class Branching(Classifier):
+    """Decides by what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        if loss.item() > 1e9:  # the line the error has to name
+            return loss * 2
+        return loss
+
+
+BRANCH = inspect.getsourcelines(Branching)[1] + 5
+
+
+def test_an_unreadable_budget() -> None:
+    model, _ = built()
+    before = model_state(model)
+    for budget in ("forty", "40 GBit", -1, 0, 1.5, "150%", True):
+        with pytest.raises(BudgetError, match="A budget is a whole number of bytes"):
+            autockpt.optimize(model, budget)
+    assert_state_unchanged(model, before)
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["planned_now", "at_the_first_forward"])
+def test_a_budget_below_the_minimum(now: bool) -> None:
+    model, x = built()
+    before = model_state(model)
+    with pytest.raises(InfeasibleBudget) as error:
+        if now:
+            autockpt.optimize(model, 1000, example_inputs=(x,))
+        else:
+            autockpt.optimize(model, 1000)
+            model(x)
+    assert_state_unchanged(model, before)
+    assert error.value.budget_bytes == 1000
+    assert error.value.tensors
+    assert f"{error.value.minimum_bytes:,}" in str(error.value)
+    minimum = error.value.minimum_bytes
+    autockpt.optimize(model, minimum, time_limit=1)
+    plain, _ = built()
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+    measured = resident_bytes(model, x) + measure_peak(lambda: model(x).backward()).delta_bytes
+    assert measured <= minimum
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["planned_now", "at_the_first_forward"])
+def test_the_wrong_number_of_arguments(now: bool) -> None:
+    model, x = built()
+    before = model_state(model)
+    with pytest.raises(InputError, match=r"do not fit Norm\.forward"):
+        if now:
+            autockpt.optimize(model, None, example_inputs=(x, x))
+        else:
+            autockpt.optimize(model, None)
+            model(x, x)
+    assert_state_unchanged(model, before)
+
+
+def test_a_wrong_keyword() -> None:
+    model, x = built()
+    before = model_state(model)
+    with pytest.raises(InputError, match=r"do not fit Norm\.forward.*targets"):
+        autockpt.optimize(model, None, example_inputs=(x,), example_kwargs={"targets": x})
+    assert_state_unchanged(model, before)
+
+
+def test_nothing_to_train() -> None:
+    model, _ = built()
+    model.requires_grad_(False)
+    before = model_state(model)
+    with pytest.raises(CaptureError, match="no parameter that requires a gradient"):
+        autockpt.optimize(model, None)
+    assert_state_unchanged(model, before)
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["planned_now", "at_the_first_forward"])
+def test_a_branch_on_data_names_the_users_line(now: bool) -> None:
+    model, x = seeded(Branching), mlp()[1]
+    before = model_state(model)
+    with pytest.raises(CaptureError) as error:
+        if now:
+            autockpt.optimize(model, None, example_inputs=(x,))
+        else:
+            autockpt.optimize(model, None)
+            model(x)
+    assert "Branching" in str(error.value)
+    assert f"test_module.py, line {BRANCH}, in forward" in str(error.value)
+    assert_state_unchanged(model, before)
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["planned_now", "at_the_first_forward"])
+def test_a_pin_that_matches_nothing(now: bool) -> None:
+    model, x = built()
+    before = model_state(model)
+    with pytest.raises(PinError, match=r"keep='blocks\.\*' matches no module"):
+        if now:
+            autockpt.optimize(model, None, keep=["blocks.*"], example_inputs=(x,))
+        else:
+            autockpt.optimize(model, None, keep=["blocks.*"])
+            model(x)
+    assert_state_unchanged(model, before)
+
+
+def test_no_module() -> None:
+    with pytest.raises(InputError, match="Module is needed"):
+        autockpt.optimize(lambda x: x, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "magic"}, "solver='magic' is unknown"),
+        ({"backend": "magic"}, "backend='magic' is unknown"),
+        ({"time_limit": 0}, "time_limit=0"),
+        ({"keep": "blocks"}, r"keep=\['blocks'\]"),
+    ],
+)
+def test_an_option_without_meaning(options: dict[str, Any], message: str) -> None:
+    model, _ = built()
+    before = model_state(model)
+    with pytest.raises(AutockptError, match=message):
+        autockpt.optimize(model, None, **options)
+    assert_state_unchanged(model, before)
+
+
+def test_a_failure_keeps_an_earlier_optimisation() -> None:
+    model, x = optimised()
+    model(x).backward()
+    plan = model.plan
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(InfeasibleBudget):
+        autockpt.optimize(model, 1000, example_inputs=(x,))
+    assert model.plan is plan
+    measured = resident_bytes(model, x) + measure_peak(lambda: model(x).backward()).delta_bytes
+    assert measured <= tight()
+
+
+def test_after_a_failed_first_forward_the_model_is_plain() -> None:
+    model, x = built()
+    autockpt.optimize(model, 1000)
+    with pytest.raises(AutockptError):
+        model(x)
+    plain, _ = built()
+    assert_same(run_step(model, (x,)), run_step(plain, (x,)))
+
+
+def test_inputs_that_the_forward_cannot_work_with_name_the_users_line() -> None:
+    model, x = built()
+    before = model_state(model)
+    autockpt.optimize(model, None)
+    line = inspect.getsourcelines(Norm.forward)[1] + 1
+    with pytest.raises(AutockptError, match="should contain 7 elements not 32") as error:
+        model(x[:, :7])
+    assert f"test_module.py, line {line}, in forward" in str(error.value)
+    assert_state_unchanged(model, before)
