@@ -177,7 +177,7 @@ def dropout_problem(rows: int) -> tuple[Formulation, Operation]:
 
 
 def test_a_large_random_operation_runs_again_from_the_saved_state() -> None:
-    formulation, drop = dropout_problem(1024)
+    formulation, drop = dropout_problem(4096)
     problem = formulation.problem
     (extra,) = set(drop.recompute_inputs or ()) - set(drop.inputs)
     saving = problem.operations[problem.producer[extra]]

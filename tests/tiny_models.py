@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from autockpt.pins import Pins
 from autockpt.profile import unmeasured
 from autockpt.replay import state_bytes
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
+from autockpt_solvers.plan import Plan
 from autockpt_solvers.schedule import Schedule
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "formulated",
     "keeping",
     "mlp",
+    "nothing_kept",
     "operation_named",
     "seeded",
 ]
@@ -39,7 +42,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = F.dropout(F.gelu(layer(x)), self.dropout, self.training)
+            x = F.gelu(layer(x))
+            if self.dropout:
+                x = F.dropout(x, self.dropout, self.training)
         return x
 
 
@@ -93,6 +98,13 @@ def keeping(formulation: Formulation, storages: set[int]) -> Schedule:
     demand = Demand(formulation.problem)
     kept = frozenset(storages)
     return stage_schedule(formulation.problem, on_demand(demand, kept, kept))
+
+
+def nothing_kept(plan: Plan) -> Plan:
+    """The same step with nothing kept that may run again, for each operation that needs it."""
+    nothing: frozenset[int] = frozenset()
+    order = on_demand(Demand(plan.problem), nothing, nothing)
+    return replace(plan, schedule=stage_schedule(plan.problem, order), budget_bytes=None)
 
 
 def operation_named(formulation: Formulation, name: str) -> Any:

@@ -5,12 +5,22 @@ writes it for people. PuLP's own HiGHS solver hands a model over column by colum
 :class:`WholeModel`, a subclass of it, hands it over as arrays and adds what PuLP leaves out: row
 duals where the time is up, the dual bound of an unfinished search, and a start that HiGHS takes.
 
-What stating a program in PuLP costs, in seconds on one core, in all (of it PuLP):
-MEASURED
+What stating a program in PuLP costs, measured in seconds on one core, beside arrays alone, and what
+handing it over costs this solver and PuLP's own:
+
+===================  =======  ======  ====  ======  ==============  ====
+graph                columns  rows    PuLP  arrays  hand over here  PuLP
+===================  =======  ======  ====  ======  ==============  ====
+8-layer GPT            8,196  13,423  0.25    0.02            0.07  0.50
+4-layer llama         16,207  26,774  0.37    0.04            0.10  0.84
+ResNet-50             32,297  52,102  0.66    0.09            0.13  1.11
+===================  =======  ======  ====  ======  ==============  ====
+
+A solve of the first takes 1.5 s, of the others ten and more: there is no route around PuLP.
 
 Integer programs run in a child process. HiGHS can overrun its time limit several-fold; the child
 reports every better solution and bound as it comes, and is killed when the time is up. The child
-is sent arrays, not the model, which takes longer to pickle than to state.
+is sent the arrays, not the model.
 """
 
 from __future__ import annotations
@@ -275,7 +285,7 @@ def solve_lp(program: Program, *, time_limit_s: float, interior: bool = False) -
             inside a face instead of at a corner.
     """
     arrays = program.arrays()
-    options = {"solver": "ipm", "run_crossover": "off"} if interior else {}
+    options: dict[str, Any] = {"solver": "ipm", "run_crossover": "off"} if interior else {}
     solver = WholeModel(arrays, mip=False, timeLimit=max(time_limit_s, 0.01), **options)
     status = program.model.solve(solver)
     if status == pulp.LpStatusInfeasible:
@@ -314,7 +324,8 @@ def run_mip(
 
     Args:
         arrays: the program.
-        request: ``time_limit``, ``gap``, ``absolute_gap``, ``nodes``, ``start`` and the columns' ``lower`` and ``upper``.
+        request: ``time_limit``, ``gap``, ``absolute_gap``, ``nodes``, ``start`` and the columns'
+            ``lower`` and ``upper``.
         report: called with the same, status None, for each better solution or bound.
     """
     sent = [-INFINITY]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from autockpt_solvers.errors import PinError, SolverError
 from autockpt_solvers.problem import Problem
@@ -71,13 +71,13 @@ class Demand:
         )
 
     @cached_property
-    def recompute_graph(self) -> nx.DiGraph[int]:
+    def recompute_graph(self) -> nx.DiGraph:
         """The storages, with an edge from what a further run reads to what it makes.
 
         Node ``BACKWARD`` stands for the backward operations, which read and are not run again.
         """
         problem = self.problem
-        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph: nx.DiGraph = nx.DiGraph()
         graph.add_node(BACKWARD)
         graph.add_edges_from((s, BACKWARD) for reads in self.reads for s in reads)
         graph.add_edges_from(

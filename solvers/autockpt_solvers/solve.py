@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,11 +105,10 @@ def _auto(
     assert budget_bytes is not None
     say("greedy search")
     starts: list[Solution] = []
-    for method in (eviction, greedy):
-        try:
-            starts.append(method.solve(problem, budget_bytes, time_limit_s=0.3 * time_limit_s))
-        except SolverError:
-            continue
+    with contextlib.suppress(SolverError):
+        starts.append(eviction.solve(problem, budget_bytes))
+    with contextlib.suppress(SolverError):
+        starts.append(greedy.solve(problem, budget_bytes, time_limit_s=0.3 * time_limit_s))
     if not starts:
         say("no schedule yet; looking for the smallest peak")
         left_s = started + time_limit_s - time.perf_counter()

@@ -28,9 +28,7 @@ def test_any_duals_prove_a_bound():
             best = process.solve(time_limit_s=10, relative_gap=0)
         assert best.status == "optimal"
         relaxed = solve_lp(program, time_limit_s=10)
-        assert relaxed.bound == pytest.approx(
-            float(program.cost @ relaxed.values), abs=1e-6
-        )
+        assert relaxed.bound == pytest.approx(float(program.cost @ relaxed.values), abs=1e-6)
         for _ in range(20):
             duals = rng.normal(size=3) * 3
             assert safe_bound(program.arrays(), duals) <= relaxed.bound + 1e-6

@@ -1,5 +1,7 @@
 """The minimum is the smallest peak there is, and planning at it succeeds."""
 
+import time
+
 import pytest
 
 from autockpt_solvers import (
@@ -11,8 +13,11 @@ from autockpt_solvers import (
     simulate,
     solve,
 )
+from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive
+from autockpt_solvers.methods.ilp.peak import lowest_peak
 from autockpt_solvers.minimum import unavoidable_bytes
+from autockpt_solvers.on_demand import Demand, needed_storages, on_demand
 from random_problems import random_problem
 
 
@@ -26,11 +31,26 @@ def test_no_schedule_peaks_lower_on_small_problems():
         assert below is None
 
 
+def test_the_exact_program_finds_the_smallest_of_its_space():
+    for seed in range(150):
+        problem = random_problem(seed, most=5)
+        liveness = Liveness(Demand(problem))
+        low = unavoidable_bytes(problem)
+        start = on_demand(liveness.demand, needed_storages(liveness.demand))
+        order, bound = lowest_peak(liveness, start, low, deadline=time.perf_counter() + 20)
+        peak = liveness.peak(order).peak_bytes
+        ordered = exhaustive.smallest(problem, deadline=float("inf"), index_order=True)
+        smallest = exhaustive.smallest(problem, deadline=float("inf"))
+        assert low <= liveness.peak(smallest).peak_bytes <= peak
+        assert bound == peak == liveness.peak(ordered).peak_bytes
+
+
 def test_bounds_hold_and_the_error_states_a_budget_that_works():
-    for seed in range(40):
-        problem = random_problem(seed, most=16)
+    for seed in range(30):
+        problem = random_problem(seed, most=14)
         found = minimum(problem)
-        assert unavoidable_bytes(problem) <= found.lower_bound_bytes <= found.peak_bytes
+        assert unavoidable_bytes(problem) <= found.lower_bound_bytes
+        assert found.lower_bound_bytes <= found.ordered_bound_bytes <= found.peak_bytes
         with pytest.raises(InfeasibleBudget) as caught:
             solve(problem, found.lower_bound_bytes - 1, time_limit_s=5)
         error = caught.value

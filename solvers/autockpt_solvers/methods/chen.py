@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.memory import simulate
@@ -93,7 +93,7 @@ def _crossing(problem: Problem, demand: Demand) -> list[frozenset[int]]:
 def _bottlenecks(problem: Problem) -> set[int]:
     """Return the forward operations through which all that the backward starts from passes."""
     start, end = -1, problem.barrier
-    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph: nx.DiGraph = nx.DiGraph()
     for index in problem.required:
         inputs = problem.operations[index].inputs
         graph.add_edges_from((problem.producer[s], index) for s in inputs)

@@ -9,12 +9,13 @@ from scratch what it reads, so low levels are reached, at a cost. A walk takes m
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.liveness import Liveness
@@ -132,9 +133,7 @@ class Eviction:
             over = int(live[top]) - level
             if over <= 0:
                 break
-            resident = {
-                s for s in kept if last_read[s] < top and s not in problem.live_at_barrier
-            }
+            resident = {s for s in kept if last_read[s] < top and s not in problem.live_at_barrier}
             gone = self._victims(resident, kept, -1, over)
             if not gone:
                 return None
@@ -213,9 +212,7 @@ class Eviction:
                     live -= sizes[storage]
         return top
 
-    def _victims(
-        self, candidates: Set[int], have: Set[int], offset: int, over: int
-    ) -> set[int]:
+    def _victims(self, candidates: Set[int], have: Set[int], offset: int, over: int) -> set[int]:
         """Return the cheapest storages to drop that make up ``over`` bytes, or all there are."""
         ranked = sorted(
             (self._worth(s, have, offset), s)
@@ -248,4 +245,5 @@ class Eviction:
         following = bisect_right(reads, offset)
         end = len(self.demand.reads)
         wait = (reads[following] if following < len(reads) else 2 * end) - offset
-        return cost / (self.sizes[storage] * float(wait) ** self.patience)
+        patience = math.pow(wait, self.patience)
+        return cost / (self.sizes[storage] * patience)

@@ -5,14 +5,16 @@ import math
 import pytest
 
 from autockpt_solvers import Operation, Problem, SolverError, Storage, minimum, simulate, solve
-from autockpt_solvers.methods import chen, greedy, keep_all
+from autockpt_solvers.liveness import Liveness
+from autockpt_solvers.methods import chen, eviction, greedy, keep_all
+from autockpt_solvers.on_demand import Demand, on_demand
 from random_problems import budgets, random_problem
 
 
 def test_greedy_beats_chen_where_both_answer():
     better = worse = 0
-    for seed in range(80):
-        problem = random_problem(seed, most=20)
+    for seed in range(60):
+        problem = random_problem(seed, most=16)
         smallest = minimum(problem).peak_bytes
         for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
             try:
@@ -65,3 +67,16 @@ def test_chen_needs_the_square_root_of_a_chain():
         found = chen.solve(problem, budget)
         assert simulate(problem, found.schedule).peak_bytes <= budget
         assert found.extra_ns <= length
+
+
+def test_eviction_gets_as_low_as_recomputing_from_scratch():
+    missed = 0
+    for seed in range(150):
+        problem = random_problem(seed, most=16)
+        liveness = Liveness(Demand(problem))
+        nothing: frozenset[int] = frozenset()
+        level = liveness.peak(on_demand(liveness.demand, nothing, nothing)).peak_bytes
+        order = eviction.cheapest_walk(liveness, level)
+        missed += order is None
+        assert order is None or liveness.peak(order).peak_bytes <= level
+    assert missed <= 0

@@ -9,6 +9,7 @@ from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, ilp
 from autockpt_solvers.methods.ilp.instage import depth_first
 from autockpt_solvers.methods.ilp.program import StageProgram
+from autockpt_solvers.methods.ilp.split import split
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from random_problems import budgets, random_problem
@@ -16,33 +17,33 @@ from random_problems import budgets, random_problem
 
 @pytest.mark.parametrize("block", range(20))
 def test_equals_the_exhaustive_search(block):
-    """The oracle's space is larger: it also orders recomputations freely inside a stage.
-
-    Where that matters (seen at two budgets of a thousand problems), the answer lies between the
-    optima of the two spaces.
-    """
-    equal = apart = 0
+    """Without exception, in the space of all schedules that run the forward once."""
+    compared = 0
     for seed in range(block * 50, block * 50 + 50):
         problem = random_problem(seed, most=5)
         smallest = minimum(problem).peak_bytes
         for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
             best = exhaustive.solve(problem, budget)
-            ordered = exhaustive.cheapest(problem, budget, deadline=float("inf"), index_order=True)
-            try:
-                found = ilp.solve(problem, budget, time_limit_s=10)
-            except SolverError:
-                assert ordered is None
-                apart += 1
-                continue
-            assert found.lower_bound_ns <= best.extra_ns <= found.extra_ns
+            found = ilp.solve(problem, budget, time_limit_s=10)
+            assert found.extra_ns == best.extra_ns
+            assert found.lower_bound_ns <= best.extra_ns
             assert found.peak_bytes <= budget
-            if ordered is not None:
-                trace = simulate(problem, stage_schedule(problem, ordered))
-                assert found.extra_ns <= trace.extra_ns
-            equal += found.extra_ns == best.extra_ns
-            apart += found.extra_ns != best.extra_ns
-    assert equal > 50
-    assert apart <= 3
+            compared += 1
+    assert compared > 50
+
+
+def test_split_stages_take_any_order():
+    """Idle operations change nothing, and give a place to runs that no stage has room for."""
+    for seed in range(100):
+        problem = random_problem(seed, most=14)
+        order = on_demand(Demand(problem), set())
+        offsets = [n for n in range(len(problem.operations) - problem.barrier) if n % 3]
+        wider = split(problem, offsets * 2)
+        assert len(wider.idle) == 2 * len(offsets)
+        there = wider.there(order)
+        assert wider.back(there) == order
+        peak, same = Liveness(Demand(problem)).peak(order), Liveness(Demand(wider.problem))
+        assert same.peak(there).peak_bytes == peak.peak_bytes
 
 
 def test_schedules_and_points_correspond():

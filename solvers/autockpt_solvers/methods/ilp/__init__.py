@@ -3,7 +3,9 @@
 A greedy schedule starts it, the relaxation with closure cuts bounds it, HiGHS solves it, and where
 it does not close in time a window search goes on from its best answer. The bound it proves covers
 all schedules that run the forward once (:mod:`autockpt_solvers.methods.ilp.program`); the
-schedules it looks for recompute each operation at most once between two backward operations.
+schedules it looks for recompute each operation at most once between two backward operations, in
+the forward's order, and on small problems more often and in other orders where that decides
+(:mod:`autockpt_solvers.methods.ilp.split`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +23,7 @@ from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import greedy, keep_all
 from autockpt_solvers.methods.ilp.instage import add_inner_rows, add_row, depth_first, restricted
 from autockpt_solvers.methods.ilp.program import StageProgram
+from autockpt_solvers.methods.ilp.split import split
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.ilp.window_search import improve
 from autockpt_solvers.on_demand import Demand, needed_storages, stage_schedule
@@ -30,6 +34,12 @@ __all__ = ["program_size", "solve"]
 
 # Columns beyond which operations inside stages are bounded by rows instead of promoted.
 LARGE = 4000
+# Thresholds at which the relaxation's storages count as kept.
+ROUNDED = (0.999, 0.8, 0.5, 0.2)
+# How often the stages are split in which the order of the runs decides.
+SPLITS = 2
+# Part of the time left that one of them takes at most.
+SPLIT_SHARE = 0.15
 # Columns beyond which a window search goes before the whole program.
 HARD = 20_000
 
@@ -57,6 +67,8 @@ def solve(
         return keep_all.solve(problem, None)
     search = _Search(problem, budget_bytes, started, time_limit_s)
     search.run(start)
+    if search.small and not search.closed:
+        _split_stages(search)
     if search.order is None:
         raise SolverError(
             f"ilp finds no schedule within {budget_bytes:,} bytes"
@@ -70,6 +82,28 @@ def solve(
         started=started,
         lower_bound_ns=search.lower_bound_ns(),
     )
+
+
+def _split_stages(search: _Search) -> None:
+    """Go on in programs whose stages are split where their inner rows decided."""
+    cuts: Counter[int] = Counter()
+    tried = search
+    for _ in range(SPLITS):
+        bitten = {end for _, end in tried.rows}
+        if not bitten or search.left_s <= 0 or search.closed:
+            return
+        if tried is search:
+            cuts.update(bitten)
+        else:
+            cuts.update(dict.fromkeys(cuts, 1))
+        wider = split(search.problem, cuts.elements())
+        limit_s = SPLIT_SHARE * search.left_s
+        tried = _Search(wider.problem, search.budget_bytes, time.perf_counter(), limit_s)
+        tried.promoted = wider.idle
+        tried.bound_ns = search.bound_ns
+        tried.run(None if search.order is None else wider.there(search.order))
+        if tried.order is not None:
+            search.accept(wider.back(tried.order))
 
 
 def program_size(problem: Problem) -> int:
@@ -100,6 +134,7 @@ class _Search:
         self.rows: set[tuple[int, int]] = set()
         self.restricted = False
         self.promoted: frozenset[int] = frozenset()
+        self.columns = 0
 
     # ---------------------------------------------------------------- what is known
 
@@ -134,6 +169,11 @@ class _Search:
         """Whether what was found is as good as what is proved."""
         gap = self.extra_ns - self.lower_bound_ns()
         return self.order is not None and gap <= CLOSED_GAP * self.problem.baseline_cost_ns / 2
+
+    @property
+    def small(self) -> bool:
+        """Whether the last program was small enough to be solved several times more."""
+        return 0 < self.columns <= LARGE
 
     @property
     def covers_all(self) -> bool:
@@ -198,6 +238,30 @@ class _Search:
         goal /= program.cost_unit
         improve(restricted(program), point, self.accept, deadline=deadline, goal=goal)
 
+    def _round(self, program: StageProgram, values: Floats) -> None:
+        """Take over what the relaxation's kept storages make, rounded at a few thresholds.
+
+        Where storages are few and large this is the best there is, long before the program ends.
+        """
+        held = needed_storages(self.liveness.demand)
+        tried: set[frozenset[int]] = set()
+        deadline = time.perf_counter() + 0.05 * self.left_s
+        for threshold in ROUNDED:
+            kept = frozenset(
+                s
+                for g, group in enumerate(program.stages.groups)
+                if (g, 0) in program.resident and values[program.resident[g, 0]] > threshold
+                for s in group.storages
+            )
+            if kept in tried or time.perf_counter() > deadline:
+                continue
+            tried.add(kept)
+            choice = greedy.Choice(self.liveness, kept, held, self.budget_bytes)
+            greedy.descend(choice, deadline=deadline)
+            if choice.peak.peak_bytes <= self.budget_bytes:
+                greedy.put_back(choice, deadline=deadline)
+            self.accept(choice.order)
+
     def _repair(self, order: Sequence[int]) -> None:
         """Take over what becomes of an order that breaks the budget when its runs are put off.
 
@@ -226,6 +290,7 @@ class _Search:
         deadline = time.perf_counter() + 0.4 * self.left_s
         for _ in range(3):
             program = StageProgram(Stages(self.liveness, self.promoted), self.aim_bytes)
+            self.columns = len(program.program.variables)
             starts = {end: k for k, end in enumerate(program.stages.ends)}
             for index, end in sorted(self.rows):
                 if end in starts and (index, starts[end]) in program.runs:
@@ -239,6 +304,9 @@ class _Search:
                 return None
             if result.values is None:
                 break
+            self._round(program, result.values)
+            if self.closed:
+                return None
             more = self._overlooked(program, result.values)
             if not more:
                 break

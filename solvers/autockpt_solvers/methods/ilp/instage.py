@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from autockpt_solvers.methods.ilp.program import StageProgram
 from autockpt_solvers.methods.ilp.stages import Stages
@@ -113,7 +113,7 @@ def depth_first(stages: Stages, order: Sequence[int]) -> list[int]:
             block.append(index)
             continue
         inside = set(block)
-        makers: nx.DiGraph[int] = nx.DiGraph()
+        makers: nx.DiGraph = nx.DiGraph()
         makers.add_nodes_from(block)
         for run in block:
             read = (stages.groups[g].producer for g in stages.inputs[run])

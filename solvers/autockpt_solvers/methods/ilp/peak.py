@@ -22,8 +22,10 @@ __all__ = ["lowest_peak"]
 
 # Programs with more columns are not tried.
 COLUMNS = 12_000
-# Nodes of one search, so that it ends alike on every machine.
-NODES = 400
+# Searches, each with the rows that the last one's answer broke, and nodes of each search: limits
+# that end them alike on every machine.
+ROUNDS = 20
+NODES = 20
 # HiGHS's tolerance, in units of the program.
 TOLERANCE = 2e-6
 
@@ -52,7 +54,9 @@ def lowest_peak(
     worth = max(0.5, 1e-4 * (peak_bytes - low)) / program.byte_unit
     stage_of = {end: k for k, end in enumerate(stages.ends)}
     rows: set[tuple[int, int]] = set()
-    while bound < peak_bytes and time.perf_counter() < deadline:
+    for _ in range(ROUNDS):
+        if bound >= peak_bytes or time.perf_counter() > deadline:
+            break
         point = program.point(best)
         if point is not None and program.saved is not None:
             point[program.saved] = (program.budget_bytes - peak_bytes) / program.byte_unit
