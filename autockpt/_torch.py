@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
@@ -222,8 +223,12 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
         # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
         # the partition function.
         # backward_pass_autocast: users leave the autocast context before the backward.
-        with functorch_config.patch(
-            donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
+        # fallback_random: a draw that nobody uses moves the generator all the same.
+        with (
+            functorch_config.patch(
+                donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
+            ),
+            inductor_config.patch(fallback_random=True),
         ):
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition_fn

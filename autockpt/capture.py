@@ -124,6 +124,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
             known[_torch.storage_key(tensor)] = -1
     for position, tangent in enumerate(joint.tangents):
         if position in absent:
+            lives_in[tangent] = (-1,)
             continue
         # Fake tangents of two views share memory; real ones come one by one.
         tensor = tensors(tangent)[0]

@@ -369,7 +369,9 @@ class Handle:
             return False
         same = self._unchanged(graph.captured, around, graph.made.plan)
         made = same
-        if made is None or made.plan.extra_time_s > 0 or not self._within_budget(made.plan):
+        # A plan of the user's stays; one of ours may be able to do better now.
+        better = self.options.given is None and graph.made.plan.extra_time_s > 0
+        if made is None or better or not self._within_budget(made.plan):
             made = self._settled(graph.captured, around)
         if same is not None and made.plan.schedule == same.plan.schedule:
             graph.around, graph.made = around, made

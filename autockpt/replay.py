@@ -25,6 +25,7 @@ def replay(
     state: torch.Tensor,
     device: torch.device,
     operator: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -135,9 +135,7 @@ def test_buffers_that_the_forward_overwrites_are_stale() -> None:
 def test_the_backward_of_batch_norm_does_not_read_the_statistics() -> None:
     found = captured(seeded(Counting), torch.ones(8, 16))
     (node,) = [
-        n
-        for n in found.operations[found.barrier :]
-        if "batch_norm_backward" in str(n.target)
+        n for n in found.operations[found.barrier :] if "batch_norm_backward" in str(n.target)
     ]
     assert set(found.reads(node)).isdisjoint(found.new_buffers)
     assert not set(node.all_input_nodes) & found.stale

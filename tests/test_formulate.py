@@ -116,6 +116,7 @@ def test_gradients_that_exist_already_take_over_nothing() -> None:
     assert all(op.outputs == () for op in adding)
     assert not any(op.outputs and set(op.inputs) & problem.live_at_end for op in adding)
 
+
 class Shared(nn.Module):
     """One gradient for two parameters: each ``.grad`` needs memory of its own."""
 

@@ -105,9 +105,7 @@ def test_what_is_pinned_to_be_recomputed_runs_again_without_need() -> None:
     assert recomputed(wrapped.plan) >= {"0"}
     assert wrapped.plan.extra_time_s > 0
     assert torch.equal(result.loss, expected.loss)
-    for mine, theirs in zip(
-        result.gradients.values(), expected.gradients.values(), strict=True
-    ):
+    for mine, theirs in zip(result.gradients.values(), expected.gradients.values(), strict=True):
         assert mine is not None
         assert theirs is not None
         assert torch.equal(mine, theirs)
@@ -121,8 +119,7 @@ def test_nothing_inside_a_pinned_module_waits_for_the_backward() -> None:
         storage
         for index in problem.forward
         for storage in problem.operations[index].outputs
-        if storage not in problem.live_at_barrier
-        and problem.operations[index].recomputable
+        if storage not in problem.live_at_barrier and problem.operations[index].recomputable
     ]
     assert inside
     assert not any(problem.storages[s].keepable for s in inside)

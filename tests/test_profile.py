@@ -71,9 +71,7 @@ def zeros(value: Any) -> Any:
 
 def test_every_operations_bytes_are_those_of_a_run_of_it() -> None:
     """Outputs and workspace against the profiler's events around the operator itself."""
-    found = captured(
-        seeded(Convolutions), torch.ones(4, 3, 16, 16), torch.arange(6) % 10
-    )
+    found = captured(seeded(Convolutions), torch.ones(4, 3, 16, 16), torch.arange(6) % 10)
     seen = 0
     for node, measured in zip(found.operations, profile(found, CPU).measured, strict=True):
         real = {arg: zeros(arg.meta["val"]) for arg in node.all_input_nodes}

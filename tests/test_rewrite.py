@@ -127,9 +127,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.kinds: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.kinds.append(str(func))
         return func(*args, **(kwargs or {}))
 

@@ -190,9 +190,7 @@ def test_a_single_number_among_the_outputs_is_taken_for_the_loss(
 
 
 def read(model: type[nn.Module], absent: frozenset[int]) -> Capture:
-    found: Capture = capture(
-        seeded(model), (batch(),), {}, lambda joint: read_joint(joint, absent)
-    )
+    found: Capture = capture(seeded(model), (batch(),), {}, lambda joint: read_joint(joint, absent))
     return found
 
 
@@ -203,8 +201,7 @@ def test_what_only_an_absent_tangent_feeds_is_gone(absent: Any) -> None:
     backward = len(found.operations) - found.barrier
     gone = [name for name, t in (("first", 0), ("second", 1)) if t in absent]
     with_gradient = {
-        _torch.module_path(node).partition(".")[0]
-        for node in found.operations[found.barrier :]
+        _torch.module_path(node).partition(".")[0] for node in found.operations[found.barrier :]
     }
     assert not with_gradient & set(gone)
     none = [v for v in found.joint.backward_outputs if v is None]

@@ -115,7 +115,7 @@ def test_the_measured_peak_never_rises_as_the_budget_falls() -> None:
     ((args, _),) = tokens(1, 4, 32, 64)
 
     def build() -> nn.Module:
-        return Llama(layers=8, dim=32, heads=2, kv_heads=1, vocab=64, seq=32)
+        return Llama(layers=6, dim=32, heads=2, kv_heads=1, vocab=64, seq=32)
 
     def step(model: nn.Module) -> None:
         model(*args).backward()
@@ -128,7 +128,9 @@ def test_the_measured_peak_never_rises_as_the_budget_falls() -> None:
         model = autockpt.optimize(seeded(build), budget, solver=solver, time_limit=1)
         for _ in range(2):
             step(model)
-        peaks.append(resident_bytes(model, args) + measure_peak(lambda m=model: step(m)).delta_bytes)
+        peaks.append(
+            resident_bytes(model, args) + measure_peak(lambda m=model: step(m)).delta_bytes
+        )
         assert abs(model.plan.peak_bytes - peaks[-1]) <= 0.01 * peaks[-1]
         assert budget is None or peaks[-1] <= budget
         if budget is None:
@@ -168,9 +170,7 @@ def test_the_optimizers_state_and_step_are_in_the_budget(
     without = autockpt.plan(model, x, None)
     plan = autockpt.plan(model, x, None, optimizer=optimizer)
     step(model, optimizer)
-    state = sum(
-        t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values()
-    )
+    state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
     assert plan.problem.resident_bytes - without.problem.resident_bytes == state
 
     model, optimizer = built()

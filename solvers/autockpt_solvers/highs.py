@@ -36,15 +36,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import highspy  # type: ignore[import-untyped]
 import numpy as np
 import pulp  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "Floats",
@@ -383,7 +380,7 @@ class MipProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._messages: queue.Queue[Any] = queue.Queue()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> MipProcess:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
     def __exit__(

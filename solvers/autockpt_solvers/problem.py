@@ -169,9 +169,7 @@ class Problem:
         made = [s for op in inside for s in op.outputs]
         shape: dict[str, Any] = {
             "sizes": [(s, self.storages[s].size_bytes) for s in made],
-            "operations": [
-                (op.kind, op.inputs, op.outputs, op.optional) for op in inside
-            ],
+            "operations": [(op.kind, op.inputs, op.outputs, op.optional) for op in inside],
         }
         text = json.dumps(shape, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
