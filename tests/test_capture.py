@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autockpt import _torch
 from autockpt.capture import Capture, capture, training
@@ -223,7 +223,7 @@ class InPlace(nn.Module):
         y = self.linear(x)
         y.add_(1)
         y[:, 0] = 0
-        return F.mse_loss(y, x)
+        return functional.mse_loss(y, x)
 
 
 def test_in_place_writes_into_own_results_become_plain_operations() -> None:

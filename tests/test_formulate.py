@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autockpt.device import device_of
 from autockpt.formulate import Around, Formulation, Role, formulate
@@ -77,7 +77,7 @@ def test_operations_know_the_users_module_and_line() -> None:
 class TwoOutputs(MLP):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.layers[0](x)
-        return hidden[:1], F.gelu(self.layers[1](F.gelu(hidden)))
+        return hidden[:1], functional.gelu(self.layers[1](functional.gelu(hidden)))
 
 
 def test_what_the_user_holds_runs_once_and_lives_to_the_end() -> None:
@@ -231,7 +231,7 @@ class PowerIteration(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = (self.weight + self.vector).exp()
         with torch.no_grad():
-            self.vector.copy_(F.normalize(self.weight @ self.vector, dim=0))
+            self.vector.copy_(functional.normalize(self.weight @ self.vector, dim=0))
         return ((x @ scale).sin() @ self.weight).square().mean()
 
 
@@ -297,7 +297,7 @@ class Squared(nn.Module):
         self.linear = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.mse_loss(self.linear(x), x)
+        return functional.mse_loss(self.linear(x), x)
 
 
 def test_sizes_are_the_measured_ones() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import autockpt
 from autockpt import Plan
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
         lambda: torch.rand(5),
         lambda: torch.randperm(20),
         lambda: torch.bernoulli(torch.full((20,), 0.5)),
-        lambda: F.dropout(torch.ones(20), 0.5),
+        lambda: functional.dropout(torch.ones(20), 0.5),
     ],
     ids=["rand", "randperm", "bernoulli", "dropout"],
 )
@@ -81,7 +81,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + self.draw(F.gelu(layer(x)))
+            x = x + self.draw(functional.gelu(layer(x)))
         return x.square().mean()
 
 
@@ -107,13 +107,13 @@ def gaussian(x: Tensor) -> Tensor:
 
 def attention(x: Tensor) -> Tensor:
     heads = x.view(64, -1, 4, 16).transpose(1, 2)
-    y = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2, is_causal=True)
+    y = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2, is_causal=True)
     return y.transpose(1, 2).reshape_as(x)
 
 
 DRAWS = {
-    "dropout": lambda x: F.dropout(x, 0.3),
-    "dropout_of_features": lambda x: F.dropout1d(x.view(32, -1, 64), 0.3).view_as(x),
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "dropout_of_features": lambda x: functional.dropout1d(x.view(32, -1, 64), 0.3).view_as(x),
     "bernoulli": bernoulli,
     "randperm_of_rows": shuffled_rows,
     "randperm_of_elements": shuffled_elements,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autockpt
@@ -40,7 +40,7 @@ class Everything(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.embed(x)).relu()
         a, b = x.view(-1, 2, 32).unbind(1)
-        b = b + F.dropout(self.mix(self.layer_norm(a)), 0.3, self.training)
+        b = b + functional.dropout(self.mix(self.layer_norm(a)), 0.3, self.training)
         a = a + torch.cat([b[:, 16:], b[:, :16]], 1).sin()
         return self.head(torch.stack([a, b], 1).flatten(1)).square().mean()
 
@@ -275,7 +275,7 @@ def test_any_schedule_gives_the_same_step_at_its_predicted_peak(name: str, seed:
 def test_the_model_that_is_rewritten_may_return_what_it_computes_inside() -> None:
     class Hidden(MLP):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            hidden = F.gelu(self.layers[0](x))
+            hidden = functional.gelu(self.layers[0](x))
             return super().forward(hidden), hidden, hidden[:2]
 
     def loss(outputs: Any) -> Tensor:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import autockpt
 from autockpt import _torch
 from autockpt.capture import Capture, capture, read_joint
 from autockpt.tangents import assumed_absent, without_tangents
 from oracle import StepResult, assert_same, measure_peak, resident_bytes, run_step
-from tiny_models import captured, seeded
+from tiny_models import captured, nothing_kept, seeded
 
 # ------------------------------------------------------------------ models with two outputs
 
@@ -32,7 +32,7 @@ class TwoHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         for layer in self.trunk:
-            x = F.gelu(layer(x))
+            x = functional.gelu(layer(x))
         return self.first(x), self.second(x)
 
 
@@ -113,6 +113,17 @@ def test_a_backward_from_other_outputs_than_planned_is_right(model: type[nn.Modu
         for name in (first, second, second, first):
             result = run_step(optimised, (batch(),), loss_fn=LOSSES[model][name])
             assert_same(result, wanted[name])
+
+
+@pytest.mark.parametrize("model", LOSSES)
+def test_a_backward_that_no_plan_foresaw_recomputes_what_it_needs(model: type[nn.Module]) -> None:
+    """The forward has saved next to nothing, and not for this backward."""
+    for name, loss in LOSSES[model].items():
+        optimised = seeded(model)
+        plan = nothing_kept(autockpt.plan(optimised, batch(), None))
+        autockpt.optimize(optimised, None, plan=plan)
+        result = run_step(optimised, (batch(),), loss_fn=loss)
+        assert_same(result, expected(model, name))
 
 
 @pytest.mark.parametrize("model", LOSSES)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autockpt.capture import Capture, capture, read_joint
 from autockpt.formulate import Around, Formulation, formulate
@@ -42,9 +42,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = F.gelu(layer(x))
+            x = functional.gelu(layer(x))
             if self.dropout:
-                x = F.dropout(x, self.dropout, self.training)
+                x = functional.dropout(x, self.dropout, self.training)
         return x
 
 
