@@ -398,7 +398,10 @@ def capture_failure(error: BaseException) -> str | None:
 
 def is_operator_error(error: BaseException) -> bool:
     """Return whether a trace ended because an operator refused its inputs."""
-    return isinstance(error, TorchRuntimeError)
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, TorchRuntimeError):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def runs_elsewhere() -> bool:
@@ -594,6 +597,13 @@ class AllocationTracker(TorchDispatchMode):
                 self._alive[storage._cdata] = (StorageWeakRef(storage), size)
                 self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def include(self, ref: StorageWeakRef, size_bytes: int) -> None:
+        """Count memory that is there already, as long as it is."""
+        if ref.cdata not in self._alive:
+            self._alive[ref.cdata] = (ref, size_bytes)
+            self.live_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def count_now(self) -> None:
         """Take what has been freed since the last operator off the count."""

@@ -63,7 +63,9 @@ class Around:
         loss_bytes: peak allocated between the forward's return and the backward's begin, beyond
             the user's outputs and their gradients.
         loss_held_bytes: the part of it that lives on to the end of the backward.
-        released: for each forward output whether the user has let go of it before the backward.
+        released: for each forward output whether the user lets go of it before the step ends.
+        gone: for each forward output whether the user lets go of it before the backward begins;
+            ``loss_bytes`` counts it then.
         gradients_exist: gradients are accumulated into existing ones.
         optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
     """
@@ -72,6 +74,7 @@ class Around:
     loss_bytes: int = 0
     loss_held_bytes: int = 0
     released: tuple[bool, ...] | None = None
+    gone: tuple[bool, ...] | None = None
     gradients_exist: bool = False
     optimizer_bytes: int = 0
 
@@ -388,7 +391,14 @@ class _Builder:
             for s in self.capture.lives_in[tangent]
             if s >= 0
         )
-        outputs = {s for own in self.capture.outputs for s in own if self._forward(s)}
+        gone = self.around.gone or (False,) * len(self.capture.outputs)
+        outputs = {
+            s
+            for own, early in zip(self.capture.outputs, gone, strict=True)
+            if not early
+            for s in own
+            if self._forward(s)
+        }
         held = self.around.loss_held_bytes
         if held:
             self.loss_storage = len(self.storages)

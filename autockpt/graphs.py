@@ -70,7 +70,7 @@ def guessed(
             outside += value.untyped_storage().nbytes()
     numbers = 2 * round_up(4)
     most = replace(around, loss_bytes=3 * outside + numbers, loss_held_bytes=outside + numbers)
-    least = replace(around, released=(True,) * len(captured.outputs))
+    least = around
     return most, least
 
 
@@ -117,6 +117,7 @@ class Graph(_torch.Watch):
         self.found: tuple[Around, frozenset[int]] | None = None
         self._tracker: _torch.AllocationTracker | None = None
         self._outputs: list[_torch.StorageWeakRef | None] = []
+        self._sizes: list[int] = []
         self._ran = False
         self._others: dict[frozenset[int], Callable[[list[Any]], Any]] = {}
 
@@ -156,13 +157,18 @@ class Graph(_torch.Watch):
             else None
             for value, own in zip(user, self.captured.outputs, strict=True)
         ]
+        self._sizes = [
+            self.device.round_up(value.untyped_storage().nbytes()) if ref is not None else 0
+            for value, ref in zip(user, self._outputs, strict=True)
+        ]
 
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward that fits the tangents that have arrived."""
         count = len(self.captured.joint.tangents)
         end = len(args) - len(self.captured.joint.backward_seeds)
         absent = frozenset(i for i in range(count) if args[end - count + i] is None)
-        if not self.settled:
+        first = not self.settled and self.found is None
+        if first:
             self._read_counter(args[end - count : end], absent)
         if absent == self.captured.absent:
             gradients = run(args)
@@ -172,7 +178,7 @@ class Graph(_torch.Watch):
                     unforeseen_backward(self.joint, absent, self.saved)
                 )
             gradients = self._others[absent](args)
-        if not self.settled:
+        if first:
             self._see_outputs()
         return gradients
 
@@ -189,6 +195,9 @@ class Graph(_torch.Watch):
         ran, self._ran = self._ran, False
         if ran and not _torch.in_backward() and self._tracker is None and self.found is None:
             self._tracker = _torch.AllocationTracker(self.device.round_up)
+            for ref, size in zip(self._outputs, self._sizes, strict=True):
+                if ref is not None:
+                    self._tracker.include(ref, size)
             self._tracker.__enter__()
             _torch.when_released(node, self.stop_watching)
 
@@ -202,19 +211,33 @@ class Graph(_torch.Watch):
             self._tracker = None
 
     def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:
+        gone = tuple(ref is not None and ref.expired() for ref in self._outputs)
         loss_bytes = held = 0
         if self._tracker is not None:
             self._tracker.active = False
-            arrived = sum(
+            self._tracker.count_now()
+            # The gradients that have arrived and the outputs that are there count by themselves.
+            there = sum(
                 self.device.round_up(t.untyped_storage().nbytes())
                 for t in tangents
                 if t is not None
             )
-            self._tracker.count_now()
-            held = max(0, self._tracker.live_bytes - arrived)
-            loss_bytes = max(held, self._tracker.peak_bytes - arrived)
+            distinct = {
+                ref.cdata: size
+                for ref, size, early in zip(self._outputs, self._sizes, gone, strict=True)
+                if ref is not None and not early
+            }
+            there += sum(distinct.values())
+            held = max(0, self._tracker.live_bytes - there)
+            loss_bytes = max(held, self._tracker.peak_bytes - there)
         self.found = (
-            replace(self.around, loss_bytes=loss_bytes, loss_held_bytes=held, released=None),
+            replace(
+                self.around,
+                loss_bytes=loss_bytes,
+                loss_held_bytes=held,
+                released=None,
+                gone=gone if any(gone) else None,
+            ),
             absent,
         )
 

@@ -365,7 +365,7 @@ class Handle:
         if absent != graph.captured.absent:
             self._known[graph.key] = Known(around, absent, settled=True)
             return True
-        if graph.guessed_well(around):
+        if graph.guessed_well(around) and self._within_budget(graph.made.plan):
             return False
         same = self._unchanged(graph.captured, around, graph.made.plan)
         made = same

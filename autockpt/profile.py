@@ -198,16 +198,16 @@ class _StandIns:
         else:
             value = arg.meta.get("val")
 
-        def real(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                tensor = self._tensor(item, made)
-                self.inputs.append(tensor)
-                return tensor
-            if isinstance(item, (list, tuple)):
-                return type(item)(real(i) for i in item)
-            return item
+        return self._real(value, made)
 
-        return real(value)
+    def _real(self, item: Any, made: dict[int, torch.Tensor]) -> Any:
+        if isinstance(item, torch.Tensor):
+            tensor = self._tensor(item, made)
+            self.inputs.append(tensor)
+            return tensor
+        if isinstance(item, (list, tuple)):
+            return type(item)(self._real(i, made) for i in item)
+        return item
 
     def _tensor(self, fake: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
         key = _torch.storage_key(fake)

@@ -79,7 +79,7 @@ def measured(
     if budget_bytes is not None and trace.peak_bytes > budget_bytes:
         raise SolverError(
             f"{method} finds no schedule within {budget_bytes:,} bytes; its smallest peak here is "
-            f"{trace.peak_bytes:,} bytes. Use method='auto', or raise the budget."
+            f"{trace.peak_bytes:,} bytes. Use 'auto', or raise the budget."
         )
     solution = Solution(
         schedule=schedule,

@@ -49,7 +49,7 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     if best is None:
         raise SolverError(
             f"chen finds no schedule within {budget_bytes or 0:,} bytes; its smallest peak here is "
-            f"{smallest or 0:,} bytes. Use method='auto', or raise the budget."
+            f"{smallest or 0:,} bytes. Use 'auto', or raise the budget."
         )
     return measured(
         problem,

@@ -42,7 +42,7 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     order = cheapest_walk(Liveness(Demand(problem)), budget_bytes)
     if order is None:
         raise SolverError(
-            f"eviction finds no schedule within {budget_bytes:,} bytes. Use method='auto', or "
+            f"eviction finds no schedule within {budget_bytes:,} bytes. Use 'auto', or "
             "raise the budget."
         )
     return measured(
