@@ -58,11 +58,16 @@ def optimize(
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     optimizer: Optimizer | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    accumulate: int | str = 1,
     solver: str = "auto",
     time_limit: float = 60.0,
     backend: str = "eager",
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    inplace: bool = True,
+    arena: bool | None = None,
+    fullgraph: bool = False,
     plan: str | Path | Plan | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
@@ -81,11 +86,16 @@ def optimize(
         example_inputs: positional arguments of a forward, to plan now.
         example_kwargs: keyword arguments of a forward, to plan now.
         optimizer: the optimizer of the training loop, to count what it allocates.
+        loss_fn: None; a ``step`` that computes the loss is not part of this release.
+        accumulate: 1; accumulation inside a ``step`` is not part of this release.
         solver: ``"auto"`` or the name of a method.
         time_limit: seconds to search for a schedule.
         backend: what runs the operations; ``"eager"`` is the one there is.
         keep: patterns of module paths (``"blocks.*.attn"``) whose results are not recomputed.
         recompute: patterns of module paths whose inner results are not kept.
+        inplace: whether in-place operations are allowed; this release applies none.
+        arena: None or False; the memory pool is not part of this release.
+        fullgraph: a model that does not capture as one graph is an error either way.
         plan: a plan, or the file of one, to use instead of searching.
         progress: called with a line of text now and then while planning.
 
@@ -102,6 +112,14 @@ def optimize(
     device_of(_device(model))
     if backend != "eager":
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
+    for option, asked in (
+        ("loss_fn", loss_fn is not None),
+        ("accumulate", accumulate != 1),
+        ("arena", bool(arena)),
+    ):
+        if asked:
+            raise InputError(f"{option} is not part of this release: leave it at its default.")
+    del inplace, fullgraph  # either value is what this release does
     options = options_of(
         budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute, given=plan
     )
