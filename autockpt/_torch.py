@@ -67,7 +67,6 @@ __all__ = [
     "is_operator",
     "is_operator_error",
     "is_random",
-    "is_sym",
     "keep_missing_gradients",
     "map_tensors",
     "module_path",
@@ -118,9 +117,6 @@ class JointGraph:
 
 class Watch:
     """What wants to know when a compiled graph runs; this one wants to know nothing."""
-
-    def forward_begins(self) -> None:
-        """The forward graph is about to run."""
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """The forward graph has returned; ``outputs`` are what it returns and saves."""
@@ -282,7 +278,6 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 def _watched_forward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
-        watch.forward_begins()
         outputs = run(args)
         watch.forward_ends(outputs)
         return outputs
@@ -457,11 +452,6 @@ def is_operator(node: fx.Node) -> bool:
         "aten",
         "prims",
     )
-
-
-def is_sym(node: fx.Node) -> bool:
-    """Return whether the node's value is a symbolic number, not a tensor."""
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def getitem_index(node: fx.Node) -> int | None:

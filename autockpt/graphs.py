@@ -54,10 +54,8 @@ def graph_key(joint: _torch.JointGraph) -> str:
     return digest.hexdigest()
 
 
-def guessed(
-    captured: Capture, around: Around, round_up: Callable[[int], int]
-) -> tuple[Around, Around]:
-    """Return what the user's loss costs at most, as far as one can guess, and at least.
+def guessed(captured: Capture, around: Around, round_up: Callable[[int], int]) -> Around:
+    """Return ``around`` with what the user's loss costs at most, as far as one can guess.
 
     A cross entropy makes two more tensors of the outputs' size beside their gradients; a mean
     squared error three, one of which its result holds on to. A scaled loss is a number, and
@@ -69,9 +67,7 @@ def guessed(
         if position not in captured.absent and value.numel() > 1:
             outside += value.untyped_storage().nbytes()
     numbers = 2 * round_up(4)
-    most = replace(around, loss_bytes=3 * outside + numbers, loss_held_bytes=outside + numbers)
-    least = around
-    return most, least
+    return replace(around, loss_bytes=3 * outside + numbers, loss_held_bytes=outside + numbers)
 
 
 def saved_placeholders(backward: fx.GraphModule, captured: Capture) -> tuple[fx.Node, ...]:

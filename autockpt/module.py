@@ -307,11 +307,12 @@ class Handle:
         return captured, known, again or self._settled(captured, known.around)
 
     def _guessed(self, captured: Capture) -> tuple[Known, Made]:
-        most, least = guessed(captured, self._around(), self._device().round_up)
+        around = self._around()
+        most = guessed(captured, around, self._device().round_up)
         try:
             return Known(most), self._make(captured, most)
         except InfeasibleBudget:
-            if not self._within_budget(self._smallest(captured, least).plan):
+            if not self._within_budget(self._smallest(captured, around).plan):
                 if not self._graphs:
                     raise
                 return Known(most), self._settled(captured, most)
