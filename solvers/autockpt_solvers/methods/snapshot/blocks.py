@@ -1,0 +1,176 @@
+"""Where the snapshot program looks: snapshots of the backward, blocks of the forward.
+
+Any choice makes a valid bound; these make a good one. The forward is cut where few large storages
+cross from one side to the other, as between the layers of a transformer; neighbouring segments
+are the *blocks*. The backward passes through the segments in turn; of each such *phase* the
+operation at which its own bytes peak is a *snapshot*, and so is the first operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autockpt_solvers.liveness import Liveness
+from autockpt_solvers.methods.ilp.stages import Group
+
+__all__ = ["Layout", "even_snapshots", "layouts", "own_bytes", "segments"]
+
+# A storage below this part of the largest does not count as crossing a cut.
+TINY = 1e-3
+# Segments shorter than this many operations join the next.
+SHORTEST = 2
+# Segments of so many operations are short enough to be blocks.
+SHORT = 30
+# Problems with fewer operations are also looked at as one block with even snapshots.
+ONE_BLOCK = 1000
+EVEN = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One choice of blocks and snapshots.
+
+    Attributes:
+        name: for people.
+        block: for each forward operation its block.
+        snapshots: backward operations, counted from the barrier.
+    """
+
+    name: str
+    block: tuple[int, ...]
+    snapshots: frozenset[int]
+
+
+def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
+    """Return the choices worth a solve, the most promising first."""
+    count = liveness.problem.barrier
+    result = []
+    cut = _best_cut(count, groups)
+    own = own_bytes(liveness)
+    phase = _phases(liveness, groups, cut)
+    snapshots = _one_per_phase(phase, own)
+    if len(cut) > 2 * _FEW:
+        number = _numbers(cut, count)
+        result.append(Layout("segments", tuple(n // 2 for n in number), snapshots))
+    if count < ONE_BLOCK:
+        if len(snapshots) < EVEN // 2 or len(snapshots) > 2 * EVEN:
+            snapshots = even_snapshots(own, EVEN)
+        result.append(Layout("whole", (0,) * count, snapshots))
+    elif not result:
+        wide = max(count // ONE_BLOCK, 1) * 2
+        block = tuple(i * wide // count for i in range(count))
+        result.append(Layout("ranges", block, even_snapshots(own, EVEN)))
+    return result
+
+
+# Fewer segments than this make no blocks.
+_FEW = 3
+
+
+def own_bytes(liveness: Liveness) -> list[int]:
+    """Return for each backward operation the bytes that no choice takes from it."""
+    during, _ = liveness.backward_bytes
+    storages = liveness.problem.storages
+    return [
+        level + sum(storages[s].size_bytes for s in reads)
+        for level, reads in zip(during, liveness.demand.reads, strict=True)
+    ]
+
+
+def even_snapshots(own: Sequence[int], count: int) -> frozenset[int]:
+    """Return the first operation and the hungriest of each of ``count`` equal ranges."""
+    edges = [round(number * len(own) / count) for number in range(count + 1)]
+    chosen = {0} if own else set()
+    for first, end in pairwise(edges):
+        if first < end:
+            chosen.add(max(range(first, end), key=lambda offset: own[offset]))
+    return frozenset(chosen)
+
+
+def segments(groups: Sequence[Group], count: int, width: int) -> list[int]:
+    """Return the last operation of each segment: cuts that at most ``width`` storages cross.
+
+    Args:
+        groups: the storages that matter behind the barrier.
+        count: number of forward operations.
+        width: how many large storages may cross a cut, beside those that reach most segments.
+    """
+    tiny = TINY * max((group.size_bytes for group in groups), default=0)
+    delta = [0] * (count + 1)
+    start: dict[int, list[int]] = {}
+    for g, group in enumerate(groups):
+        end = max(group.readers, default=-1)
+        if group.size_bytes > tiny and end > group.producer:
+            delta[group.producer] += 1
+            delta[end] -= 1
+            start.setdefault(group.producer, []).append(g)
+    ends: list[int] = []
+    crossing = 0
+    fresh = False
+    for index in range(count):
+        crossing += delta[index]
+        fresh = fresh or index in start or delta[index] != 0
+        previous = ends[-1] if ends else -1
+        if crossing <= width and fresh and index - previous >= SHORTEST:
+            ends.append(index)
+            fresh = False
+    if not ends or ends[-1] != count - 1:
+        ends.append(count - 1)
+    return ends
+
+
+def _best_cut(count: int, groups: Sequence[Group]) -> list[int]:
+    """Return the narrowest cuts that leave the average operation in a short segment."""
+    best: list[int] = []
+    score = float("inf")
+    for width in (1, 2, 3, 4, 6, 8):
+        ends = segments(groups, count, width)
+        lengths = [b - a for a, b in pairwise([-1, *ends])]
+        mean = sum(n * n for n in lengths) / max(count, 1)
+        if mean <= max(SHORT, count // 12):
+            return ends
+        if mean < score:
+            best, score = ends, mean
+    return best
+
+
+def _numbers(ends: Sequence[int], count: int) -> list[int]:
+    number = []
+    segment = 0
+    for index in range(count):
+        number.append(segment)
+        if segment < len(ends) and index == ends[segment]:
+            segment += 1
+    return number
+
+
+def _phases(liveness: Liveness, groups: Sequence[Group], ends: Sequence[int]) -> list[int]:
+    """Return for each backward operation the segment whose turn it is, falling."""
+    problem = liveness.problem
+    number = _numbers(ends, problem.barrier)
+    inner: dict[int, int] = {}
+    for group in groups:
+        segment = number[group.producer]
+        # What crosses the segment's end belongs to the next as much as to this one.
+        if max(group.readers, default=-1) > ends[segment]:
+            continue
+        for storage in group.storages:
+            inner[storage] = segment
+    phase = []
+    current = len(ends) - 1
+    for reads in liveness.demand.reads:
+        used = [inner[s] for s in reads if s in inner]
+        if used:
+            current = min(current, max(used))
+        phase.append(current)
+    return phase
+
+
+def _one_per_phase(phase: Sequence[int], own: Sequence[int]) -> frozenset[int]:
+    top: dict[int, int] = {}
+    for offset, segment in enumerate(phase):
+        if segment not in top or own[offset] > own[top[segment]]:
+            top[segment] = offset
+    return frozenset(top.values()) | ({0} if phase else set())

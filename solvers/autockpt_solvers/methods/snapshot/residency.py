@@ -1,0 +1,402 @@
+"""A backward order as runs by stage, whose live bytes follow each change at once.
+
+A *stage* is a backward operation with the recomputations right before it. Which operation runs
+again in which stages decides everything: a read in a stage is served by the newest *copy*, the one
+made in the last run at or before that stage, or the one kept from the forward; a copy lives from its
+making to its last read. A change of one run changes few copies, and each copy adds one number to
+one range of an array. Trying a change costs microseconds to a fraction of a millisecond, where
+:meth:`autockpt_solvers.liveness.Liveness.peak` walks through the whole order; a property test holds
+the two together.
+
+Within a stage the recomputations run in the forward's order, each at most once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from autockpt_solvers.liveness import Liveness
+from autockpt_solvers.methods.ilp.stages import Stages
+from autockpt_solvers.on_demand import optional_operations
+
+__all__ = ["Residency"]
+
+KEPT = -1  # the stage in which a copy kept from the forward was made
+NEVER = -(1 << 60)
+
+# (stage it was made in, stage of its last read, whether the backward operation itself reads it then)
+Copy = tuple[int, int, bool]
+
+
+class Residency:
+    """Runs by stage, and the bytes and the cost they lead to. Mutable.
+
+    Changes made since the last :meth:`commit` are taken back by :meth:`rollback`.
+
+    Args:
+        liveness: the facts of the problem.
+        stages: its groups; shared between instances.
+        order: the backward order to start from; runs nobody needs are left out.
+
+    Attributes:
+        cost_ns: time of the runs and of the optional operations they need.
+        runs: for each operation the stages in which it runs again, rising.
+        block: for each stage the operations that run again in it, rising.
+    """
+
+    def __init__(self, liveness: Liveness, stages: Stages, order: Sequence[int]) -> None:
+        self.liveness = liveness
+        self.stages = stages
+        problem = liveness.problem
+        self.problem = problem
+        groups = stages.groups
+        self.sizes = [group.size_bytes for group in groups]
+        self.maker = [group.producer if group.again else -1 for group in groups]
+        self.may_keep = [group.may_keep for group in groups]
+        self.forward_from = [
+            -1 if group.at_barrier else group.forward_end + 1 for group in groups
+        ]
+        self.inputs = stages.inputs
+        self.outputs = stages.outputs
+        self.op_cost = [problem.operations[i].cost_ns for i in problem.forward]
+        self.runs: dict[int, list[int]] = {index: [] for index in stages.outputs}
+        count = len(problem.operations) - problem.barrier
+        self.block: list[list[int]] = [[] for _ in range(count)]
+        group_of = stages.group_of
+        self.reads = [
+            tuple(dict.fromkeys(group_of[s] for s in reads if s in group_of))
+            for reads in liveness.demand.reads
+        ]
+        self.direct = [frozenset(group.reads) for group in groups]
+        self.reading: list[list[int]] = [list(group.reads) for group in groups]
+        self.times: list[dict[int, int]] = [dict.fromkeys(group.reads, 1) for group in groups]
+        self.copies: list[tuple[Copy, ...]] = [()] * len(groups)
+        self.optional = [
+            tuple(sorted(optional_operations(problem, group.storages)))
+            if problem.operations[group.producer].optional
+            else ()
+            for group in groups
+        ]
+        self.wanted: dict[int, int] = {}
+        # Bytes of outputs that no group has, while a run lasts; and its workspace.
+        self.passing = {
+            index: problem.operations[index].workspace_bytes
+            + sum(
+                problem.storages[s].size_bytes
+                for s in problem.operations[index].recompute_outputs
+                if s not in group_of
+            )
+            for index in stages.outputs
+        }
+        during, before = liveness.backward_bytes
+        self.during = np.array(during, np.int64)
+        # Bytes of copies: while a backward operation runs; through a whole stage; in the forward.
+        self.held = np.zeros(count, np.int64)
+        self.through = np.array(before, np.int64)
+        self.top = np.full(count, NEVER, np.int64)  # highest of the runs of a stage, without these
+        self.forward = liveness.forward_bytes.copy()
+        for index in problem.forward:
+            if problem.operations[index].optional:
+                self.forward[index] += NEVER
+        self.cost_ns = 0
+        self._touched: set[int] = set()
+        self._dirty: set[int] = set()
+        self._journal: list[tuple[int, int, bool]] = []
+        self._suspects: list[tuple[int, int]] = []
+        stage = 0
+        barrier = problem.barrier
+        for index in order:
+            if index >= barrier:
+                stage = index - barrier + 1
+            elif index in self.runs and stage not in self.runs[index]:
+                self._set(index, stage, True)
+        self._touched.update(range(len(groups)))
+        self._suspects = [(i, k) for i, stages_ in self.runs.items() for k in stages_]
+        self.settle()
+        self.commit()
+
+    # ---------------------------------------------------------------- what holds
+
+    def peak(self) -> int:
+        """Return the peak, resident bytes included."""
+        top = max(int((self.held + self.during).max()), int((self.through + self.top).max()))
+        return max(top, int(self.forward.max(initial=0)))
+
+    def excess(self, budget_bytes: int) -> int:
+        """Return the bytes above a budget, summed over the operations."""
+        total = 0
+        for level in (self.held + self.during, self.through + self.top, self.forward):
+            over = level - budget_bytes
+            total += int(over[over > 0].sum())
+        return total
+
+    def order(self) -> list[int]:
+        """Return the backward order."""
+        barrier = self.problem.barrier
+        result: list[int] = []
+        for stage, block in enumerate(self.block):
+            result += block
+            result.append(barrier + stage)
+        return result
+
+    def serving(self, g: int, stage: int) -> int:
+        """Return the stage in which the copy was made that serves a read in a stage."""
+        maker = self.maker[g]
+        if maker < 0:
+            return KEPT
+        runs = self.runs[maker]
+        position = bisect_right(runs, stage)
+        return runs[position - 1] if position else KEPT
+
+    def last_read(self, g: int, stage: int) -> int:
+        """Return the last read of the copy that would serve a stage; KEPT - 1 if it has none."""
+        reading = self.reading[g]
+        maker = self.maker[g]
+        first, position = KEPT, len(reading)
+        if maker >= 0:
+            runs = self.runs[maker]
+            here = bisect_right(runs, stage)
+            first = runs[here - 1] if here else KEPT
+            if here < len(runs):
+                position = bisect_left(reading, runs[here])
+        if not position:
+            return KEPT - 1
+        last = reading[position - 1]
+        return last if last >= first else KEPT - 1
+
+    def resident(self, stage: int) -> list[int]:
+        """Return the groups with a copy that lives at a stage's backward operation and is read later.
+
+        With KEPT for the stage those kept from the forward.
+        """
+        return [
+            g
+            for g, copies in enumerate(self.copies)
+            if any(made <= stage < last for made, last, _ in copies)
+        ]
+
+    # ---------------------------------------------------------------- changes
+
+    def remove(self, index: int, stage: int) -> bool:
+        """Take a run out, and those that only served it; return whether every read is served.
+
+        What it made is then held from the copy before.
+        """
+        self._set(index, stage, False)
+        for g in self.outputs[index]:
+            if not self.may_keep[g] and self.serving(g, stage) == KEPT:
+                last = self.last_read(g, stage)
+                if last >= stage:
+                    return False
+        self.settle()
+        return True
+
+    def add(self, index: int, stage: int) -> None:
+        """Run an operation again in a stage, and first what it needs there and is not resident."""
+        todo = [index]
+        while todo:
+            run = todo.pop()
+            runs = self.runs[run]
+            position = bisect_left(runs, stage)
+            if position < len(runs) and runs[position] == stage:
+                continue
+            for d in self.inputs[run]:
+                maker = self.maker[d]
+                if maker >= 0 and self.last_read(d, stage) < stage and maker != run:
+                    todo.append(maker)
+            self._set(run, stage, True)
+        self.settle()
+
+    def price(self, index: int, stage: int, limit: float = float("inf")) -> int:
+        """Return what :meth:`add` costs, before what it makes superfluous; or more than a limit."""
+        total = 0
+        seen = {index}
+        todo = [index]
+        while todo:
+            run = todo.pop()
+            total += self.op_cost[run]
+            if total > limit:
+                break
+            for d in self.inputs[run]:
+                maker = self.maker[d]
+                if maker >= 0 and maker not in seen and self.last_read(d, stage) < stage:
+                    seen.add(maker)
+                    todo.append(maker)
+        return total
+
+    def commit(self) -> None:
+        """Make the changes final."""
+        self._journal.clear()
+
+    def mark(self) -> int:
+        """Return where the changes stand, for :meth:`rollback`."""
+        return len(self._journal)
+
+    def rollback(self, mark: int = 0) -> None:
+        """Take back all changes since the last :meth:`commit`, or since a mark after it."""
+        for index, stage, added in reversed(self._journal[mark:]):
+            self._set(index, stage, not added)
+        del self._journal[mark:]
+        self._suspects.clear()
+        self._repaint()
+
+    def settle(self) -> None:
+        """Leave out runs that nobody needs and bring the bytes up to date."""
+        while self._suspects:
+            index, stage = self._suspects.pop()
+            runs = self.runs[index]
+            position = bisect_left(runs, stage)
+            if position >= len(runs) or runs[position] != stage:
+                continue
+            end = runs[position + 1] if position + 1 < len(runs) else len(self.block)
+            for g in self.outputs[index]:
+                reading = self.reading[g]
+                first = bisect_left(reading, stage)
+                if first < len(reading) and reading[first] < end:
+                    break
+            else:
+                self._set(index, stage, False)
+        self._repaint()
+
+    # ---------------------------------------------------------------- inside
+
+    def _set(self, index: int, stage: int, add: bool) -> None:
+        """Add or take out a run; the bytes follow in :meth:`_repaint`."""
+        self._journal.append((index, stage, add))
+        runs = self.runs[index]
+        touched, suspects = self._touched, self._suspects
+        if add:
+            insort(runs, stage)
+            insort(self.block[stage], index)
+            self.cost_ns += self.op_cost[index]
+            position = bisect_left(runs, stage)
+            if position:
+                suspects.append((index, runs[position - 1]))
+        else:
+            runs.remove(stage)
+            self.block[stage].remove(index)
+            self.cost_ns -= self.op_cost[index]
+        self._dirty.add(stage)
+        touched.update(self.outputs[index])
+        for d in self.inputs[index]:
+            touched.add(d)
+            times, reading = self.times[d], self.reading[d]
+            if add:
+                count = times.get(stage, 0)
+                times[stage] = count + 1
+                if not count:
+                    insort(reading, stage)
+                continue
+            count = times[stage] - 1
+            if count:
+                times[stage] = count
+                continue
+            del times[stage]
+            del reading[bisect_left(reading, stage)]
+            made = self.serving(d, stage)
+            if made != KEPT:
+                suspects.append((self.maker[d], made))
+
+    def _copies(self, g: int) -> tuple[Copy, ...]:
+        """Return the copies of a group that are read."""
+        reading = self.reading[g]
+        if not reading:
+            return ()
+        maker, direct = self.maker[g], self.direct[g]
+        result = []
+        position = 0
+        made = KEPT
+        for start in self.runs[maker] if maker >= 0 else ():
+            end = bisect_left(reading, start, position)
+            if end > position:
+                last = reading[end - 1]
+                result.append((made, last, last in direct))
+                position = end
+            made = start
+        if position < len(reading):
+            last = reading[-1]
+            result.append((made, last, last in direct))
+        return tuple(result)
+
+    def _repaint(self) -> None:
+        """Bring the bytes of the touched groups and the tops of the changed stages up to date."""
+        dirty = self._dirty
+        for g in self._touched:
+            old, new = self.copies[g], self._copies(g)
+            if old == new:
+                continue
+            self.copies[g] = new
+            if len(old) == 1 and len(new) == 1:
+                gone: Iterable[Copy] = old
+                fresh: Iterable[Copy] = new
+            else:
+                gone, fresh = set(old).difference(new), set(new).difference(old)
+            for copy in gone:
+                self._paint(g, copy, -1)
+            for copy in fresh:
+                self._paint(g, copy, 1)
+        self._touched.clear()
+        for stage in dirty:
+            self.top[stage] = self._top(stage) if self.block[stage] else NEVER
+        dirty.clear()
+
+    def _paint(self, g: int, copy: Copy, sign: int) -> None:
+        made, last, direct = copy
+        size = sign * self.sizes[g]
+        end = last + 1 if direct else last
+        self._dirty.add(last)
+        if made == KEPT:
+            self.held[:end] += size
+            self.through[:last] += size
+            start = self.forward_from[g]
+            if start >= 0:
+                self.forward[start:] += size
+            for index in self.optional[g]:
+                count = self.wanted.get(index, 0) + sign
+                self.wanted[index] = count
+                if sign > 0 and count == 1:
+                    self.cost_ns += self.op_cost[index]
+                    self.forward[index] -= NEVER
+                elif sign < 0 and count == 0:
+                    self.cost_ns -= self.op_cost[index]
+                    self.forward[index] += NEVER
+            return
+        self._dirty.add(made)
+        self.held[made:end] += size
+        self.through[made + 1 : last] += size
+
+    def _top(self, stage: int) -> int:
+        """Return the highest level of a stage's runs, without what is there all through it."""
+        block, sizes = self.block[stage], self.sizes
+        end = len(block)
+        last: dict[int, int] = {}
+        made: dict[int, int] = {}
+        for position, index in enumerate(block):
+            for d in self.inputs[index]:
+                last[d] = position
+            for g in self.outputs[index]:
+                made[g] = position
+        for g in self.reads[stage]:
+            last[g] = end
+        change = [0] * (end + 2)
+        for g, position in last.items():
+            if g in made:
+                continue
+            if self.last_read(g, stage) == stage:
+                change[0] += sizes[g]
+                change[position + 1] -= sizes[g]
+        for g, start in made.items():
+            change[start] += sizes[g]
+            if self.last_read(g, stage) <= stage:
+                change[last.get(g, start) + 1] -= sizes[g]
+        level = 0
+        top = NEVER
+        for position, index in enumerate(block):
+            level += change[position]
+            now = level + self.passing[index]
+            if now > top:
+                top = now
+        return top
