@@ -22,9 +22,11 @@ MIB = 2**20
 
 
 def read_problem(path: Path) -> Problem:
-    """Return the problem a file describes; every forward operation may run again."""
+    """Return the problem a file describes: a problem as it is saved, or the format above."""
     with gzip.open(path, "rt") as file:
         data = json.load(file)
+    if "operations" in data:
+        return Problem.from_dict(data)
 
     def operation(index: int, fields: dict, forward: bool) -> Operation:
         alive = set(data["alive_at_end"]) & set(fields["out"])

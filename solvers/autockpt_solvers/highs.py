@@ -49,6 +49,7 @@ __all__ = [
     "MipProcess",
     "MipResult",
     "Program",
+    "Relaxation",
     "WholeModel",
     "run_mip",
     "safe_bound",
@@ -293,6 +294,46 @@ def solve_lp(program: Program, *, time_limit_s: float, interior: bool = False) -
     done = status == pulp.LpStatusOptimal
     bound = safe_bound(arrays, duals) if duals is not None else -INFINITY
     return LpResult("optimal" if done else "stopped", values if done else None, duals, bound)
+
+
+class Relaxation:
+    """A linear program to be solved at many right sides, each from where the last one ended.
+
+    Args:
+        program: the program; its integrality is ignored.
+        arrays: its arrays, where they are at hand.
+    """
+
+    def __init__(self, program: Program, arrays: dict[str, Any] | None = None) -> None:
+        self.program = program
+        self.arrays = program.arrays() if arrays is None else dict(arrays)
+        self._highs: highspy.Highs = None
+
+    def solve(self, row_upper: Floats, *, time_limit_s: float) -> LpResult:
+        """Return the solution for other upper sides of the rows, or what is proved in time."""
+        changed = np.flatnonzero(row_upper != self.arrays["row_upper"])
+        self.arrays["row_upper"] = row_upper
+        limit_s = max(time_limit_s, 0.01)
+        if self._highs is None:
+            solver = WholeModel(self.arrays, mip=False, timeLimit=limit_s)
+            self.program.model.solve(solver)
+            self._highs = solver.highs
+        else:
+            lower = self.arrays["row_lower"]
+            for row in changed:
+                self._highs.changeRowBounds(int(row), lower[row], row_upper[row])
+            self._highs.zeroAllClocks()
+            self._highs.setOptionValue("time_limit", limit_s)
+            self._highs.run()
+        status = self._highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return LpResult("infeasible", None, None, INFINITY)
+        solution = self._highs.getSolution()
+        duals = np.array(solution.row_dual) if solution.dual_valid else None
+        values = np.array(solution.col_value) if solution.value_valid else None
+        done = status == highspy.HighsModelStatus.kOptimal
+        bound = safe_bound(self.arrays, duals) if duals is not None else -INFINITY
+        return LpResult("optimal" if done else "stopped", values if done else None, duals, bound)
 
 
 def safe_bound(arrays: dict[str, Any], duals: Floats) -> float:

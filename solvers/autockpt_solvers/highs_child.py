@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Serve requests until standard input ends."""
+    # Ctrl-C reaches the whole process group; the parent decides what becomes of the search.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # HiGHS and its libraries may print; the pipe is for messages alone.
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

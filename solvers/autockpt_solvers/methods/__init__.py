@@ -6,7 +6,7 @@ the budget raises ``SolverError``.
 
 from __future__ import annotations
 
-from autockpt_solvers.methods import chen, eviction, exhaustive, greedy, ilp, keep_all
+from autockpt_solvers.methods import chen, eviction, exhaustive, greedy, ilp, keep_all, snapshot
 
 __all__ = ["METHODS"]
 
@@ -16,5 +16,6 @@ METHODS = {
     "eviction": eviction.solve,
     "greedy": greedy.solve,
     "ilp": ilp.solve,
+    "snapshot": snapshot.solve,
     "exhaustive": exhaustive.solve,
 }

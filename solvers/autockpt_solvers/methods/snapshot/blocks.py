@@ -23,9 +23,11 @@ TINY = 1e-3
 SHORTEST = 2
 # Segments of so many operations are short enough to be blocks.
 SHORT = 30
-# Problems with fewer operations are also looked at as one block with even snapshots.
+# Without segments: operations of a block, and snapshots.
 ONE_BLOCK = 1000
 EVEN = 16
+# Fewer segments than this say nothing about the graph.
+FEW = 6
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,24 @@ class Layout:
 
 
 def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
-    """Return the choices worth a solve, the most promising first."""
+    """Return the choices worth a solve, the cheapest first."""
     count = liveness.problem.barrier
-    result = []
-    cut = _best_cut(count, groups)
+    ends = _best_cut(count, groups)
+    number = _numbers(ends, count)
     own = own_bytes(liveness)
-    phase = _phases(liveness, groups, cut)
-    snapshots = _one_per_phase(phase, own)
-    if len(cut) > 2 * _FEW:
-        number = _numbers(cut, count)
-        result.append(Layout("segments", tuple(n // 2 for n in number), snapshots))
-    if count < ONE_BLOCK:
-        if len(snapshots) < EVEN // 2 or len(snapshots) > 2 * EVEN:
-            snapshots = even_snapshots(own, EVEN)
-        result.append(Layout("whole", (0,) * count, snapshots))
-    elif not result:
-        wide = max(count // ONE_BLOCK, 1) * 2
-        block = tuple(i * wide // count for i in range(count))
-        result.append(Layout("ranges", block, even_snapshots(own, EVEN)))
+    result: list[Layout] = []
+    for per_block, per_snapshot in ((2, 2), (8, 1), (32, 1)):
+        if per_block > 2 and per_block >= 2 * len(ends):
+            continue
+        coarse = [e for n, e in enumerate(ends) if (n + 1) % per_snapshot == 0 or e == ends[-1]]
+        snapshots = _one_per_phase(_phases(liveness, groups, coarse), own)
+        block = tuple(n // per_block for n in number)
+        result.append(Layout(f"{per_block} segments", block, snapshots))
+    if len(ends) < FEW:
+        for parts in (max(count // ONE_BLOCK, 1), max(count // 60, 1)):
+            block = tuple(i * parts // count for i in range(count))
+            result.append(Layout("ranges", block, even_snapshots(own, EVEN)))
     return result
-
-
-# Fewer segments than this make no blocks.
-_FEW = 3
 
 
 def own_bytes(liveness: Liveness) -> list[int]:

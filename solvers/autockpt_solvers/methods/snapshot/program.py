@@ -79,6 +79,18 @@ class SnapshotProgram:
         self._memory()
         self.arrays = self.program.arrays()
 
+    @staticmethod
+    def size(stages: Stages, layout: Layout) -> int:
+        """Return about the number of columns that the program would have."""
+        window: dict[int, tuple[int, int]] = {}
+        for k, used in enumerate(stages.uses):
+            for g in used:
+                b = layout.block[stages.groups[g].producer]
+                window[b] = (window.get(b, (k, k))[0], k)
+        makers = [group.producer for group in stages.groups] + 2 * list(stages.outputs)
+        blocks = (window.get(layout.block[index]) for index in makers)
+        return sum(high - low + 1 for low, high in filter(None, blocks))
+
     def sides(self, budget_bytes: int) -> Floats:
         """Return the rows' upper sides at a budget."""
         upper: Floats = self.arrays["row_upper"].copy()
