@@ -67,7 +67,7 @@ def floor_bytes(problem: Problem) -> int:
         live.update(op.outputs)
         floor = max(floor, sum(problem.storages[s].size_bytes for s in live | set(op.inputs)))
         live = {s for s in live if s in problem.live_at_end or last[s] > index}
-    return floor
+    return floor + problem.resident_bytes
 
 
 def main() -> None:

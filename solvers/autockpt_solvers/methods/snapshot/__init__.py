@@ -34,7 +34,7 @@ THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 # Columns beyond which a layout is not tried.
 COLUMNS = 80_000
 # Gap, as a part of the step, at which kicks end; and one at which they are not worth long.
-ENOUGH = 5e-4
+ENOUGH = 2e-4
 GOOD = 3e-3
 # Kicks without a gain that end the search.
 TRIALS = 400

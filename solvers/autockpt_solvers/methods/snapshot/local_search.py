@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 
 from autockpt_solvers.methods.snapshot.residency import KEPT, Residency
@@ -218,8 +218,8 @@ def _relieve(
     many operations may peak equally high. The change is not committed.
     """
     excess = state.excess(budget_bytes)
-    ranked = _ways(state, budget_bytes, limit_ns, noise, rng)
-    for _, index, stage in ranked[:look]:
+    ranked = _ways(state, budget_bytes, look, limit_ns, noise, rng)
+    for _, index, stage in ranked:
         mark = state.mark()
         state.add(index, stage)
         if state.excess(budget_bytes) < excess:
@@ -231,42 +231,43 @@ def _relieve(
 def _ways(
     state: Residency,
     budget_bytes: int,
+    look: int,
     limit_ns: int | None,
     noise: float,
     rng: random.Random | None,
 ) -> list[tuple[float, int, int]]:
-    """Return runs that take a value out of the highest peak: price per byte, operation, stage."""
+    """Return the best runs to take a value out of the highest peak.
+
+    At most ``look`` of them, as price per byte, operation and stage.
+    """
     held = state.held + state.during
     inside = state.through + state.top
     top_held, top_inside = int(held.argmax()), int(inside.argmax())
     levels = (int(held[top_held]), int(inside[top_inside]), int(state.forward.max(initial=0)))
     over = max(levels) - budget_bytes
     limit = float("inf") if limit_ns is None else limit_ns
-    ways: list[tuple[float, int, int]] = []
-    if max(levels) == levels[2]:
-        where = KEPT
-        moment = int(state.forward.argmax())
-    else:
+    where, moment = KEPT, int(state.forward.argmax()) if max(levels) == levels[2] else -1
+    if moment < 0:
         where = top_held if levels[0] >= levels[1] else top_inside
-        moment = -1
-    for g in state.resident(where):
-        size = state.sizes[g]
-        maker = state.maker[g]
-        if maker < 0 or not size:
+    ways: list[tuple[float, int, int]] = []
+    least = 1 - noise / 2
+    for bound, g in state.cheapest_first(where, over, limit):
+        if len(ways) == look and bound * least >= ways[-1][0]:
+            break
+        if not state.is_resident(g, where):
             continue
-        if where == KEPT and not 0 <= state.forward_from[g] <= moment:
+        if moment >= 0 and not 0 <= state.forward_from[g] <= moment:
             continue
-        reading = state.reading[g]
-        position = bisect_right(reading, where)
-        if position == len(reading):
+        maker, reading = state.maker[g], state.reading[g]
+        stage = reading[bisect_right(reading, where)]
+        relief = min(state.sizes[g], over)
+        worst = min(limit, ways[-1][0] * relief / least) if len(ways) == look else limit
+        price = state.price(maker, stage, worst)
+        if price >= worst:
             continue
-        price = state.price(maker, reading[position], limit)
-        if price >= limit:
-            continue
-        score = price / min(size, over)
+        score = price / relief
         if noise and rng is not None:
             score *= 1 + noise * (rng.random() - 0.5)
-        ways.append((score, maker, reading[position]))
-    ways.sort()
+        insort(ways, (score, maker, stage))
+        del ways[look:]
     return ways
-

@@ -14,7 +14,7 @@ Within a stage the recomputations run in the forward's order, each at most once.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -74,6 +74,13 @@ class Residency:
         self.reading: list[list[int]] = [list(group.reads) for group in groups]
         self.times: list[dict[int, int]] = [dict.fromkeys(group.reads, 1) for group in groups]
         self.copies: list[tuple[Copy, ...]] = [()] * len(groups)
+        # From the making of the first copy to the last read; nothing for what is made once.
+        self.first_made = np.full(len(groups), len(self.reads), np.int64)
+        self.final_read = np.full(len(groups), NEVER, np.int64)
+        self.size_by_group = np.array(self.sizes, np.float64)
+        self.cost_by_group = np.array(
+            [problem.operations[group.producer].cost_ns for group in groups], np.float64
+        )
         self.optional = [
             tuple(sorted(optional_operations(problem, group.storages)))
             if problem.operations[group.producer].optional
@@ -167,16 +174,28 @@ class Residency:
         last = reading[position - 1]
         return last if last >= first else KEPT - 1
 
-    def resident(self, stage: int) -> list[int]:
-        """Return the groups with a copy that lives at a stage's backward operation and is read later.
+    def cheapest_first(
+        self, stage: int, over: int, limit_ns: float
+    ) -> Iterator[tuple[float, int]]:
+        """Yield groups that may be resident at a stage and read later, with a bound on their worth.
 
-        With KEPT for the stage those kept from the forward.
+        The bound: the time of one run of their maker, per byte that lowers the stage, of which
+        there are ``over`` too many.
+
+        Args:
+            stage: a backward operation, or KEPT for what is kept from the forward.
+            over: bytes.
+            limit_ns: makers whose run costs as much are left out.
         """
-        return [
-            g
-            for g, copies in enumerate(self.copies)
-            if any(made <= stage < last for made, last, _ in copies)
-        ]
+        there = (self.first_made <= stage) & (self.final_read > stage)
+        near = np.flatnonzero(there & (self.cost_by_group < limit_ns))
+        bound = self.cost_by_group[near] / np.minimum(self.size_by_group[near], over)
+        rising = np.argsort(bound, kind="stable")
+        yield from zip(bound[rising].tolist(), near[rising].tolist(), strict=True)
+
+    def is_resident(self, g: int, stage: int) -> bool:
+        """Return whether a copy of a group lives at a stage's backward operation and is read later."""
+        return any(made <= stage < last for made, last, _ in self.copies[g])
 
     # ---------------------------------------------------------------- changes
 
@@ -329,6 +348,9 @@ class Residency:
             if old == new:
                 continue
             self.copies[g] = new
+            if self.maker[g] >= 0 and self.sizes[g]:
+                self.first_made[g] = new[0][0] if new else len(self.block)
+                self.final_read[g] = new[-1][1] if new else NEVER
             if len(old) == 1 and len(new) == 1:
                 gone: Iterable[Copy] = old
                 fresh: Iterable[Copy] = new
