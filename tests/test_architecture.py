@@ -91,6 +91,7 @@ SOLVERS_PUBLIC = [
     "minimum",
     "simulate",
     "solve",
+    "sweep",
 ]
 
 # -------------------------------------------------------------------- reading source

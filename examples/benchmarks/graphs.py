@@ -342,7 +342,7 @@ def images(batch: int, size: int) -> Tensor:
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "llama4": lambda: (llama(4, 4096, 11008, 32), (tokens(4, 4096),)),
     "llama32": lambda: (llama(32, 4096, 11008, 32), (tokens(4, 4096),)),
-    "llama80": lambda: (llama(80, 8192, 28672, 64), (tokens(1, 4096),)),
+    "llama80": lambda: (llama(80, 8192, 28672, 64), (tokens(4, 4096),)),
     "resnet152": lambda: (ResNet((3, 8, 36, 3)), (images(64, 224),)),
     "densenet201": lambda: (DenseNet((6, 12, 48, 32)), (images(64, 224),)),
     "unet": lambda: (UNet(), (images(16, 256),)),

@@ -2,7 +2,7 @@
 
 >>> import autockpt_solvers
 >>> sorted(autockpt_solvers.METHODS)
-['chen', 'eviction', 'exhaustive', 'greedy', 'ilp', 'keep_all']
+['chen', 'eviction', 'exhaustive', 'greedy', 'ilp', 'keep_all', 'snapshot']
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from autockpt_solvers.problem import Operation, Problem, Storage
 from autockpt_solvers.schedule import BARRIER, Barrier, Compute, Free, Schedule, free_early
 from autockpt_solvers.solution import Outcome, Solution
 from autockpt_solvers.solve import solve
+from autockpt_solvers.sweep import sweep
 
 __all__ = [
     "BARRIER",
@@ -58,4 +59,5 @@ __all__ = [
     "minimum",
     "simulate",
     "solve",
+    "sweep",
 ]

@@ -1,29 +1,29 @@
 """Proved lower bounds on the extra time of any schedule, for the answers of any method.
 
-The relaxation of the stage program (:mod:`autockpt_solvers.methods.ilp.program`) with stages that
-end at chosen *snapshots* only: any choice gives a valid bound, more snapshots a better one. Its
-value is recomputed from the dual solution (:func:`autockpt_solvers.highs.safe_bound`), so that a
-solver that stops early or errs can weaken the bound, never falsify it.
+The relaxation of the snapshot program (:mod:`autockpt_solvers.methods.snapshot.program`) at a few
+choices of snapshots and blocks, and on small problems that of the stage program
+(:mod:`autockpt_solvers.methods.ilp.program`), which is tighter. Values are recomputed from the dual
+solution (:func:`autockpt_solvers.highs.safe_bound`), so that a solver that stops early or errs can
+weaken the bound, never falsify it.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods.ilp.program import StageProgram
 from autockpt_solvers.methods.ilp.stages import Stages
+from autockpt_solvers.methods.snapshot import Snapshots
 from autockpt_solvers.on_demand import Demand
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import whole_ns
 
-__all__ = ["lower_bound", "snapshots"]
+__all__ = ["lower_bound"]
 
-# Columns up to which every reading operation ends a stage.
+# Columns of the stage program up to which it is stated, and how many a second of time left allows.
 FULL = 40_000
-# Columns that larger problems' snapshots may make.
-COLUMNS = 15_000
+PER_SECOND = 6_000
 
 
 def lower_bound(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 10.0) -> int:
@@ -36,31 +36,11 @@ def lower_bound(problem: Problem, budget_bytes: int | None, *, time_limit_s: flo
         return 0
     deadline = time.perf_counter() + time_limit_s
     liveness = Liveness(Demand(problem))
+    bound = Snapshots(liveness).bound(budget_bytes, deadline=deadline)
     stages = Stages(liveness)
     size = sum(map(len, stages.runs)) + sum(last + 1 for last in stages.last_stage)
-    if size > FULL:
-        count = max(2, len(stages.ends) * COLUMNS // size)
-        stages = Stages(liveness, snapshots=snapshots(liveness, stages.ends[-1], count))
+    if size > min(FULL, PER_SECOND * (deadline - time.perf_counter())):
+        return bound
     program = StageProgram(stages, budget_bytes)
-    result = program.relax(deadline=deadline, interior=size > FULL)
-    return whole_ns(result.bound * program.cost_unit)
-
-
-def snapshots(liveness: Liveness, last: int, count: int) -> frozenset[int]:
-    """Return about so many backward operations at which memory is scarcest.
-
-    The first operation, and of each of ``count`` equal ranges the one with the most bytes of its
-    own.
-    """
-    during, _ = liveness.backward_bytes
-    storages = liveness.problem.storages
-    own = [
-        during[offset] + sum(storages[s].size_bytes for s in liveness.demand.reads[offset])
-        for offset in range(last + 1)
-    ]
-    edges = [round(number * (last + 1) / count) for number in range(count + 1)]
-    chosen = {0}
-    for first, end in pairwise(edges):
-        if first < end:
-            chosen.add(max(range(first, end), key=lambda offset: own[offset]))
-    return frozenset(chosen)
+    result = program.relax(deadline=deadline)
+    return max(bound, whole_ns(result.bound * program.cost_unit))

@@ -322,8 +322,8 @@ class Relaxation:
             lower = self.arrays["row_lower"]
             for row in changed:
                 self._highs.changeRowBounds(int(row), lower[row], row_upper[row])
-            self._highs.zeroAllClocks()
-            self._highs.setOptionValue("time_limit", limit_s)
+            # Its clock goes on from run to run.
+            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + limit_s)
             self._highs.run()
         status = self._highs.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:

@@ -11,6 +11,9 @@ from autockpt_solvers.memory import simulate
 from autockpt_solvers.methods import exhaustive
 from autockpt_solvers.methods.eviction import PATIENCE, Eviction
 from autockpt_solvers.methods.ilp.peak import lowest_peak
+from autockpt_solvers.methods.ilp.stages import Stages
+from autockpt_solvers.methods.snapshot.local_search import fit
+from autockpt_solvers.methods.snapshot.residency import Residency
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Schedule
@@ -40,6 +43,9 @@ class Minimum:
 
 # Most seconds for the exact program; its limit of nodes ends it before on most machines.
 EXACT_S = 10.0
+# Most seconds for walks that evict, and for fitting their best; small problems need less.
+WALKS_S = 5.0
+FITS_S = 5.0
 
 # The one in-process cache of the solvers: a budget below the minimum is often asked for again at
 # the minimum, and must then be met by the very schedule that proved it. Few and small.
@@ -107,18 +113,21 @@ def search(problem: Problem, time_limit_s: float) -> Minimum:
 def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
     """Return the backward order with the lowest peak found; the cheapest of equal ones.
 
-    By eviction at lower and lower levels. Whether a walk comes through is not monotonic in its
-    level, so bisection may miss lower ones.
+    By eviction at lower and lower levels, then by making more values again where the best order
+    peaks. Whether either comes through is not monotonic in the level, so bisection may miss
+    lower ones.
     """
     everything = on_demand(liveness.demand, needed_storages(liveness.demand))
     peak = liveness.peak(everything)
     best = (peak.peak_bytes, peak.extra_ns, everything)
+    started = time.perf_counter()
+    halfway = min(started + WALKS_S, started + 0.5 * (deadline - started))
     for patience in PATIENCE:
         walk = Eviction(liveness, patience)
         low, high = bound, best[0] + 1
         level = bound  # often reached
-        while low < high and time.perf_counter() < deadline:
-            order = walk.order(level)
+        while low < high and time.perf_counter() < halfway:
+            order = walk.order(level, deadline=halfway)
             if order is None:
                 low = level + 1
             else:
@@ -128,4 +137,19 @@ def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
             if high - low <= bound // 10_000:
                 break
             level = (low + high) // 2
+    stages = Stages(liveness)
+    deadline = min(deadline, time.perf_counter() + FITS_S)
+    low = level = bound
+    while low < best[0] and time.perf_counter() < deadline:
+        state = Residency(liveness, stages, best[2])
+        fit(state, level, deadline=deadline)
+        # The state peaks lowest where it fits, and may have come down where it does not.
+        order = state.order()
+        peak = liveness.peak(order)
+        best = min(best, (peak.peak_bytes, peak.extra_ns, order))
+        if peak.peak_bytes > level:
+            low = level + 1
+        if best[0] - low <= bound // 10_000:
+            break
+        level = (low + best[0]) // 2
     return best[2]

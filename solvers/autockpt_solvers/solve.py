@@ -9,18 +9,25 @@ from dataclasses import replace
 
 from autockpt_solvers.bounds import lower_bound
 from autockpt_solvers.errors import InfeasibleBudget, SolverError
+from autockpt_solvers.incumbent import Incumbent
+from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.memory import live_storages, simulate
-from autockpt_solvers.methods import METHODS, eviction, exhaustive, greedy, ilp, keep_all
+from autockpt_solvers.methods import METHODS, exhaustive, greedy, ilp, keep_all
+from autockpt_solvers.methods.snapshot import ENOUGH, Snapshots
 from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.on_demand import Demand
 from autockpt_solvers.problem import Operation, Problem
 from autockpt_solvers.schedule import Compute, Schedule
-from autockpt_solvers.solution import Outcome, Solution, measured, with_bound
+from autockpt_solvers.solution import Outcome, Solution, with_bound
 
-__all__ = ["solve"]
+__all__ = ["checked", "infeasible", "peak_parts", "solve"]
 
-# Binaries beyond which the integer program is out of reach.
-ILP_LIMIT = 60_000
+# Binaries beyond which the integer program does not close what the local search leaves open.
+ILP_LIMIT = 20_000
+# Up to so many forward operations greedy costs next to nothing and makes a start of its own.
+GREEDY_FIRST = 300
+# A gap, as a part of the step, for which the integer program gets only so many seconds.
+MODEST, MODEST_S = 3e-3, 4.0
 
 
 def solve(
@@ -68,8 +75,9 @@ def solve(
     Demand(problem).check_pins()
     if budget_bytes is None and method == "auto":
         return keep_all.solve(problem, None, time_limit_s=time_limit_s)
-    if method == "auto":
-        found = _auto(problem, budget_bytes, time_limit_s, say)
+    interrupted = False
+    if budget_bytes is not None and method == "auto":
+        found, interrupted = _auto(problem, budget_bytes, started + time_limit_s, say)
     else:
         try:
             found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
@@ -78,10 +86,10 @@ def solve(
                 left_s = started + time_limit_s - time.perf_counter()
                 smallest = minimum(problem, time_limit_s=max(left_s, 0.1 * time_limit_s))
                 if smallest.peak_bytes > budget_bytes:
-                    raise _infeasible(problem, budget_bytes, smallest) from None
+                    raise infeasible(problem, budget_bytes, smallest) from None
             raise
-    found = _checked(problem, budget_bytes, found)
-    if found.outcome is not Outcome.OPTIMAL and found.lower_bound_ns == 0:
+    found = checked(problem, budget_bytes, found)
+    if found.outcome is not Outcome.OPTIMAL and found.lower_bound_ns == 0 and not interrupted:
         say("proving a bound")
         left_s = started + time_limit_s - time.perf_counter()
         bound = lower_bound(problem, budget_bytes, time_limit_s=max(left_s, 0.1 * time_limit_s))
@@ -90,50 +98,82 @@ def solve(
 
 
 def _auto(
-    problem: Problem, budget_bytes: int | None, time_limit_s: float, say: Callable[[str], None]
-) -> Solution:
+    problem: Problem, budget_bytes: int, deadline: float, say: Callable[[str], None]
+) -> tuple[Solution, bool]:
+    """Return the best of several methods, and whether Ctrl-C ended the search."""
     started = time.perf_counter()
     try:
-        return keep_all.solve(problem, budget_bytes)
+        return keep_all.solve(problem, budget_bytes), False
     except SolverError:
         pass
     if exhaustive.fits(problem):
         try:
-            return exhaustive.solve(problem, budget_bytes, time_limit_s=time_limit_s / 2)
+            limit_s = (deadline - started) / 2
+            return exhaustive.solve(problem, budget_bytes, time_limit_s=limit_s), False
         except SolverError:
             pass  # too many states, or nothing fits
-    assert budget_bytes is not None
-    say("greedy search")
-    starts: list[Solution] = []
-    with contextlib.suppress(SolverError):
-        starts.append(eviction.solve(problem, budget_bytes))
-    with contextlib.suppress(SolverError):
-        starts.append(greedy.solve(problem, budget_bytes, time_limit_s=0.3 * time_limit_s))
-    if not starts:
+    liveness = Liveness(Demand(problem))
+    best = Incumbent(liveness, budget_bytes)
+    try:
+        _search(best, deadline, say)
+    except KeyboardInterrupt:
+        if best.order is None:
+            raise
+        say("interrupted; taking the best plan so far")
+        return best.solution(started), True
+    return best.solution(started), False
+
+
+def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> None:
+    """Improve an incumbent by all methods that its problem's size and the time allow.
+
+    Raises:
+        InfeasibleBudget: nothing was found that fits.
+    """
+    problem, budget_bytes = best.liveness.problem, best.budget_bytes
+    started = time.perf_counter()
+    limit_s = deadline - started
+    step = problem.baseline_cost_ns
+    starts: list[list[int]] = []
+    if problem.barrier <= GREEDY_FIRST:
+        starts = _greedy(best, 0.15 * limit_s)
+    say("snapshots and local search")
+    Snapshots(best.liveness).run(best, deadline=started + 0.9 * limit_s, starts=starts, say=say)
+    if best.order is None:
         say("no schedule yet; looking for the smallest peak")
-        left_s = started + time_limit_s - time.perf_counter()
-        smallest = minimum(problem, time_limit_s=left_s)
+        smallest = minimum(problem, time_limit_s=max(deadline - time.perf_counter(), 0.1 * limit_s))
         if smallest.peak_bytes > budget_bytes:
-            raise _infeasible(problem, budget_bytes, smallest) from None
-        starts.append(
-            measured(
-                problem,
-                smallest.schedule,
-                budget_bytes=budget_bytes,
-                method="minimum",
-                started=started,
-            )
-        )
-    found = min(starts, key=lambda start: start.extra_ns)
-    left_s = started + time_limit_s - time.perf_counter()
-    if ilp.program_size(problem) > ILP_LIMIT or left_s < 0.1 * time_limit_s:
-        return found
+            raise infeasible(problem, budget_bytes, smallest)
+        best.accept(smallest.schedule.backward_computes, "minimum")
+    if best.gap_ns <= ENOUGH * step:
+        return
+    if problem.barrier > GREEDY_FIRST:
+        _greedy(best, 0.5 * min(deadline - time.perf_counter(), 0.2 * limit_s))
+    left_s = deadline - time.perf_counter()
+    if left_s < 0.1 * limit_s or ilp.program_size(problem) > ILP_LIMIT:
+        return
+    # A small gap is not worth the whole limit.
+    if best.gap_ns <= MODEST * step:
+        left_s = min(left_s, MODEST_S)
     say(f"integer program, up to {left_s:.0f} s")
-    start = found.schedule.backward_computes
-    return ilp.solve(problem, budget_bytes, time_limit_s=left_s, start=start)
+    with contextlib.suppress(SolverError):
+        found = ilp.solve(problem, budget_bytes, time_limit_s=left_s, start=best.order)
+        best.accept(found.schedule.backward_computes, "ilp")
+        best.prove(found.lower_bound_ns)
 
 
-def _checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Solution:
+def _greedy(best: Incumbent, time_limit_s: float) -> list[list[int]]:
+    """Let greedy look for a schedule; return its order, if any."""
+    with contextlib.suppress(SolverError):
+        problem = best.liveness.problem
+        found = greedy.solve(problem, best.budget_bytes, time_limit_s=time_limit_s)
+        order = list(found.schedule.backward_computes)
+        best.accept(order, "greedy")
+        return [order]
+    return []
+
+
+def checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Solution:
     """Return a solution whose figures the simulator confirms; raise where it does not."""
     trace = simulate(problem, found.schedule)
     claimed = (found.extra_ns, found.peak_bytes)
@@ -144,7 +184,8 @@ def _checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Sol
     return found
 
 
-def _infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
+def infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
+    """Return the error that states the smallest budget and what makes it."""
     return InfeasibleBudget(
         budget_bytes, smallest.peak_bytes, peak_parts(problem, smallest.schedule)
     )

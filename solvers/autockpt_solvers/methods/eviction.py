@@ -106,8 +106,11 @@ class Eviction:
                 last[storage] = max(last[storage], *later, -1)
         return last
 
-    def order(self, level: int) -> list[int] | None:
-        """Return a backward order whose peak is at most ``level``; None where the walk fails."""
+    def order(self, level: int, *, deadline: float = math.inf) -> list[int] | None:
+        """Return a backward order whose peak is at most ``level``; None where the walk fails.
+
+        It fails too where ``time.perf_counter()`` passes the deadline.
+        """
         barrier = self.problem.barrier
         available = self._kept(level)
         if available is None:
@@ -115,7 +118,7 @@ class Eviction:
         order: list[int] = []
         for offset in range(len(self.demand.reads)):
             stage = self._stage(offset, available, level)
-            if stage is None:
+            if stage is None or time.perf_counter() > deadline:
                 return None
             block, available = stage
             order += block

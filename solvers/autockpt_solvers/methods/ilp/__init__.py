@@ -66,9 +66,13 @@ def solve(
     if budget_bytes is None:
         return keep_all.solve(problem, None)
     search = _Search(problem, budget_bytes, started, time_limit_s)
-    search.run(start)
-    if search.small and not search.closed:
-        _split_stages(search)
+    try:
+        search.run(start)
+        if search.small and not search.closed:
+            _split_stages(search)
+    except KeyboardInterrupt:
+        if search.order is None:
+            raise
     if search.order is None:
         raise SolverError(
             f"ilp finds no schedule within {budget_bytes:,} bytes"

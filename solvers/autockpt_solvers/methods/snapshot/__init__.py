@@ -31,8 +31,10 @@ from autockpt_solvers.solution import Solution, whole_ns
 __all__ = ["Snapshots", "solve"]
 
 THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
-# Columns beyond which a layout is not tried.
-COLUMNS = 80_000
+# Columns beyond which no layout but the first is tried.
+COLUMNS = 50_000
+# Seconds that stating and solving takes per column, on slow machines.
+COLUMN_S = 2e-4
 # Gap, as a part of the step, at which kicks end; and one at which they are not worth long.
 ENOUGH = 2e-4
 GOOD = 3e-3
@@ -51,7 +53,11 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
         return keep_all.solve(problem, None)
     search = Snapshots(Liveness(Demand(problem)))
     best = Incumbent(search.liveness, budget_bytes)
-    search.run(best, deadline=started + time_limit_s)
+    try:
+        search.run(best, deadline=started + time_limit_s)
+    except KeyboardInterrupt:
+        if best.order is None:
+            raise
     if best.order is None:
         raise SolverError(
             f"snapshot finds no schedule within {budget_bytes:,} bytes"
@@ -72,7 +78,7 @@ class Snapshots:
         self.problem = liveness.problem
         self.stages = Stages(liveness)
         self._layouts = layouts(liveness, self.stages.groups)
-        self._programs: dict[int, tuple[SnapshotProgram, Relaxation] | None] = {}
+        self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
 
     def run(
         self,
@@ -80,6 +86,7 @@ class Snapshots:
         *,
         deadline: float,
         starts: Sequence[Sequence[int]] = (),
+        brief: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Improve an incumbent and its bound until closed, out of ideas, or out of time.
@@ -88,12 +95,16 @@ class Snapshots:
             best: changed in place; it holds the best order at any moment.
             deadline: ``time.perf_counter()`` at which to stop.
             starts: orders to start from besides those found here.
+            brief: improve only the best start, without kicks.
             say: called with a line of text now and then.
         """
         step = self.problem.baseline_cost_ns
         started = time.perf_counter()
         states: list[Residency] = []
-        for order in [*starts, *self._walks(best.budget_bytes)]:
+        walks: list[list[int]] = []
+        if not (brief and starts):
+            walks = self._walks(best.budget_bytes, started + 0.2 * (deadline - started))
+        for order in [*starts, *walks]:
             self._begin(order, best, states, deadline)
         for number in range(len(self._layouts)):
             if best.closed or best.infeasible or time.perf_counter() > deadline:
@@ -108,14 +119,18 @@ class Snapshots:
         if not states:
             return
         say(f"snapshots: {self._figures(best)}; local search")
-        for state in _distinct(states)[:4]:
+        for state in _distinct(states)[: 1 if brief else None]:
             if best.closed or time.perf_counter() > deadline:
                 return
             share = started + 0.6 * (deadline - started)
+            if best.order is not None and time.perf_counter() > share:
+                break
             improve(state, best.budget_bytes, deadline=share, goal_ns=best.bound_ns)
             best.accept(state.order(), "snapshot")
             if best.gap_ns <= ENOUGH * step:
                 return
+        if brief:
+            return
         self._wander(min(states, key=lambda state: state.cost_ns), best, deadline, say)
 
     def bound(self, budget_bytes: int, *, deadline: float) -> int:
@@ -128,8 +143,11 @@ class Snapshots:
 
     # ---------------------------------------------------------------- inside
 
-    def _walks(self, budget_bytes: int) -> list[list[int]]:
-        walks = (Eviction(self.liveness, patience).order(budget_bytes) for patience in PATIENCE[:2])
+    def _walks(self, budget_bytes: int, deadline: float) -> list[list[int]]:
+        walks = (
+            Eviction(self.liveness, patience).order(budget_bytes, deadline=deadline)
+            for patience in PATIENCE[:2]
+        )
         return [order for order in walks if order is not None]
 
     def _relax(self, number: int, best: Incumbent, deadline: float) -> list[list[int]]:
@@ -137,15 +155,13 @@ class Snapshots:
         layout = self._layouts[number]
         if number not in self._programs:
             stages = Stages(self.liveness, snapshots=layout.snapshots)
-            program = None
-            if SnapshotProgram.size(stages, layout) <= COLUMNS:
-                unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
-                program = SnapshotProgram(stages, layout, unit / 1000)
-            self._programs[number] = program and (program, Relaxation(program.program, program.arrays))
-        pair = self._programs[number]
-        if pair is None:
-            return []
-        program, relaxation = pair
+            size = SnapshotProgram.size(stages, layout)
+            if number and (size > COLUMNS or size * COLUMN_S > deadline - time.perf_counter()):
+                return []
+            unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
+            made = SnapshotProgram(stages, layout, unit / 1000)
+            self._programs[number] = (made, Relaxation(made.program, made.arrays))
+        program, relaxation = self._programs[number]
         left_s = deadline - time.perf_counter()
         result = relaxation.solve(program.sides(best.budget_bytes), time_limit_s=0.5 * left_s)
         if result.status == "infeasible":

@@ -147,9 +147,7 @@ def wander(
             idle += 1
 
 
-def _kick(
-    state: Residency, near: Sequence[int], budget_bytes: int, rng: random.Random
-) -> bool:
+def _kick(state: Residency, near: Sequence[int], budget_bytes: int, rng: random.Random) -> bool:
     """Change a state at random in a neighbourhood; return whether it changed and still fits."""
     mark = state.mark()
     if rng.random() < 0.5:

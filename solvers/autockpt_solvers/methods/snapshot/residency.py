@@ -56,9 +56,7 @@ class Residency:
         self.sizes = [group.size_bytes for group in groups]
         self.maker = [group.producer if group.again else -1 for group in groups]
         self.may_keep = [group.may_keep for group in groups]
-        self.forward_from = [
-            -1 if group.at_barrier else group.forward_end + 1 for group in groups
-        ]
+        self.forward_from = [-1 if group.at_barrier else group.forward_end + 1 for group in groups]
         self.inputs = stages.inputs
         self.outputs = stages.outputs
         self.op_cost = [problem.operations[i].cost_ns for i in problem.forward]
@@ -174,9 +172,7 @@ class Residency:
         last = reading[position - 1]
         return last if last >= first else KEPT - 1
 
-    def cheapest_first(
-        self, stage: int, over: int, limit_ns: float
-    ) -> Iterator[tuple[float, int]]:
+    def cheapest_first(self, stage: int, over: int, limit_ns: float) -> Iterator[tuple[float, int]]:
         """Yield groups that may be resident at a stage and read later, with a bound on their worth.
 
         The bound: the time of one run of their maker, per byte that lowers the stage, of which
