@@ -1,4 +1,4 @@
-"""Joint graphs of large models as data for examples/benchmarks/solvers.py. Needs no GPU and little memory.
+"""Joint graphs of large models as data for solvers.py. Needs no GPU and little memory.
 
     python examples/benchmarks/graphs.py FOLDER [--models resnet152,llama32]
 
@@ -79,7 +79,9 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
-        return sum(w.unsqueeze(-1) * e(x) for w, e in zip(weights.unbind(-1), self.experts))
+        return sum(
+            w.unsqueeze(-1) * e(x) for w, e in zip(weights.unbind(-1), self.experts, strict=True)
+        )
 
 
 class Layer(nn.Module):
@@ -318,11 +320,11 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         skips = []
-        for level, (block, attention) in enumerate(zip(self.down, self.low)):
+        for level, (block, attention) in enumerate(zip(self.down, self.low, strict=True)):
             x = self.attend(attention, block(x))
             skips.append(x)
             x = F.avg_pool2d(x, 2) if level < 3 else x
-        for level, (block, attention) in enumerate(zip(self.up, self.high)):
+        for level, (block, attention) in enumerate(zip(self.up, self.high, strict=True)):
             x = self.attend(attention, block(torch.cat((x, skips.pop()), 1)))
             x = F.interpolate(x, scale_factor=2.0) if level < 3 else x
         return self.last(x).square().mean()

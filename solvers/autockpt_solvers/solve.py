@@ -13,7 +13,7 @@ from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.memory import live_storages, simulate
 from autockpt_solvers.methods import METHODS, exhaustive, greedy, ilp, keep_all
-from autockpt_solvers.methods.snapshot import ENOUGH, Snapshots
+from autockpt_solvers.methods.snapshot import Snapshots
 from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.on_demand import Demand
 from autockpt_solvers.problem import Operation, Problem
@@ -26,8 +26,8 @@ __all__ = ["checked", "infeasible", "peak_parts", "solve"]
 ILP_LIMIT = 20_000
 # Up to so many forward operations greedy costs next to nothing and makes a start of its own.
 GREEDY_FIRST = 300
-# A gap, as a part of the step, for which the integer program gets only so many seconds.
-MODEST, MODEST_S = 3e-3, 4.0
+# A gap, as a part of the step, below which the search ends; and one for which the integer program gets only so many seconds.
+CLOSE, MODEST, MODEST_S = 5e-4, 3e-3, 3.0
 
 
 def solve(
@@ -145,7 +145,7 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
         if smallest.peak_bytes > budget_bytes:
             raise infeasible(problem, budget_bytes, smallest)
         best.accept(smallest.schedule.backward_computes, "minimum")
-    if best.gap_ns <= ENOUGH * step:
+    if best.gap_ns <= CLOSE * step:
         return
     if problem.barrier > GREEDY_FIRST:
         _greedy(best, 0.5 * min(deadline - time.perf_counter(), 0.2 * limit_s))

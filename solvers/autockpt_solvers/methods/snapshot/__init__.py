@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from autockpt_solvers.errors import SolverError
-from autockpt_solvers.highs import Relaxation
+from autockpt_solvers.highs import MipProcess, Relaxation
 from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import keep_all
@@ -38,8 +38,13 @@ COLUMN_S = 2e-4
 # Gap, as a part of the step, at which kicks end; and one at which they are not worth long.
 ENOUGH = 2e-4
 GOOD = 3e-3
-# Kicks without a gain that end the search.
-TRIALS = 400
+# Columns up to which a program is solved with binaries, and seconds for one of them: where much
+# is open, and where little is.
+BINARIES, INTEGER_S, BRIEF_S = 6000, 8.0, 4.0
+# Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
+LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
+# Seconds of the first turn of kicks, most turns, and states that take turns.
+TURN_S, TURNS, WIDE = 0.7, 20, 3
 
 
 def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 60.0) -> Solution:
@@ -115,23 +120,16 @@ class Snapshots:
             # The first choices are cheap; the dearer ones only pay where much is open.
             if best.gap_ns <= ENOUGH * step / 2:
                 break
-        states.sort(key=lambda state: state.cost_ns)
         if not states:
             return
         say(f"snapshots: {self._figures(best)}; local search")
-        for state in _distinct(states)[: 1 if brief else None]:
-            if best.closed or time.perf_counter() > deadline:
-                return
-            share = started + 0.6 * (deadline - started)
-            if best.order is not None and time.perf_counter() > share:
-                break
-            improve(state, best.budget_bytes, deadline=share, goal_ns=best.bound_ns)
-            best.accept(state.order(), "snapshot")
-            if best.gap_ns <= ENOUGH * step:
-                return
-        if brief:
+        states = _distinct(states)
+        self._improve(states[: 1 if brief else None], best, started + 0.5 * (deadline - started))
+        if brief or best.gap_ns <= ENOUGH * step:
             return
-        self._wander(min(states, key=lambda state: state.cost_ns), best, deadline, say)
+        self._integer(states, best, started + 0.6 * (deadline - started), say)
+        if best.gap_ns > ENOUGH * step:
+            self._wander(_distinct(states), best, deadline, say)
 
     def bound(self, budget_bytes: int, *, deadline: float) -> int:
         """Return the best bound of all choices, in nanoseconds."""
@@ -184,24 +182,90 @@ class Snapshots:
             best.accept(state.order(), "snapshot")
             states.append(state)
 
-    def _wander(
-        self, state: Residency, best: Incumbent, deadline: float, say: Callable[[str], None]
+    def _improve(self, states: Sequence[Residency], best: Incumbent, deadline: float) -> None:
+        """Improve states by exchanges, as long as there is something to gain and time."""
+        for state in states:
+            if best.gap_ns <= ENOUGH * self.problem.baseline_cost_ns:
+                return
+            if time.perf_counter() > deadline:
+                return
+            improve(state, best.budget_bytes, deadline=deadline, goal_ns=best.bound_ns)
+            best.accept(state.order(), "snapshot")
+
+    def _integer(
+        self,
+        states: list[Residency],
+        best: Incumbent,
+        deadline: float,
+        say: Callable[[str], None],
     ) -> None:
+        """Solve the smaller programs with binaries; add what becomes of their points.
+
+        The program knows the memory at its snapshots only. Where its point does not fit, it is
+        solved once more with so much less memory.
+        """
         step = self.problem.baseline_cost_ns
-        now = time.perf_counter()
-        most_s = 0.8 * (deadline - now) if best.gap_ns > GOOD * step else 2.0
-        told = now
-        for better in wander(
-            state,
-            best.budget_bytes,
-            deadline=min(deadline, now + most_s),
-            goal_ns=best.bound_ns + int(ENOUGH * step),
-            trials=TRIALS,
-        ):
-            best.accept(better.order(), "snapshot")
-            if time.perf_counter() > told + 5:
-                told = time.perf_counter()
-                say(f"local search: {self._figures(best)}")
+        for program, _ in self._programs.values():
+            if len(program.program.variables) > BINARIES:
+                continue
+            with MipProcess(program.program) as process:
+                aim = best.budget_bytes
+                for _ in range(2):
+                    left_s = deadline - time.perf_counter()
+                    if best.gap_ns <= ENOUGH * step or left_s < 0.2:
+                        return
+                    process.arrays["row_upper"] = program.sides(aim)
+                    limit_s = min(left_s / 2, INTEGER_S if best.gap_ns > GOOD * step else BRIEF_S)
+                    say(f"{self._figures(best)}; integer program, up to {limit_s:.0f} s")
+                    process.kill()
+                    result = process.solve(time_limit_s=limit_s, relative_gap=1e-4)
+                    if aim == best.budget_bytes:
+                        best.prove(whole_ns(result.bound * program.cost_unit))
+                    if result.values is None:
+                        break
+                    order = rounded(program, result.values, 0.5)
+                    peak_bytes = self.liveness.peak(order).peak_bytes
+                    fresh: list[Residency] = []
+                    self._begin(order, best, fresh, deadline)
+                    self._improve(fresh, best, deadline)
+                    states += fresh
+                    over = peak_bytes - best.budget_bytes
+                    if over <= 0:
+                        break
+                    aim -= over
+
+    def _wander(
+        self,
+        states: list[Residency],
+        best: Incumbent,
+        deadline: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """Kick the cheapest states in turn, for longer and longer, as long as that gains."""
+        step = self.problem.baseline_cost_ns
+        goal_ns = best.bound_ns + int(ENOUGH * step)
+        started = told = time.perf_counter()
+        small = self.problem.barrier <= SMALL
+        if best.gap_ns <= GOOD * step:
+            deadline = min(deadline, started + (LONG_S if small else SHORT_S))
+        turn_s = TURN_S
+        for seed in range(TURNS):
+            before = best.extra_ns
+            for state in sorted(states, key=lambda state: state.cost_ns)[:WIDE]:
+                now = time.perf_counter()
+                if now > deadline or best.extra_ns <= goal_ns:
+                    return
+                until = min(deadline, now + turn_s)
+                for better in wander(
+                    state, best.budget_bytes, deadline=until, goal_ns=goal_ns, seed=seed
+                ):
+                    best.accept(better.order(), "snapshot")
+                    if time.perf_counter() > told + 5:
+                        told = time.perf_counter()
+                        say(f"local search: {self._figures(best)}")
+            if seed and best.extra_ns == before:
+                return
+            turn_s *= 1.5
 
     def _figures(self, best: Incumbent) -> str:
         step = max(self.problem.baseline_cost_ns, 1)
@@ -210,5 +274,6 @@ class Snapshots:
 
 
 def _distinct(states: Sequence[Residency]) -> list[Residency]:
-    """Return the states of different cost or peak."""
-    return list({(state.cost_ns, state.peak()): state for state in states}.values())
+    """Return the states of different cost or peak, the cheapest first."""
+    different = {(state.cost_ns, state.peak()): state for state in states}
+    return [different[figures] for figures in sorted(different)]

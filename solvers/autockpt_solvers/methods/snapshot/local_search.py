@@ -1,4 +1,4 @@
-"""Local search on runs by stage: fit a budget, then take runs out and make room for what that holds.
+"""Local search on runs by stage: fit a budget, then take runs out and make room for it.
 
 To take out a run holds a value longer; where that breaks the budget, other values are made again
 instead, cheapest per byte first, as long as the exchange gains (an ejection chain, after Glover
@@ -22,6 +22,8 @@ LOOK = 10
 CHAIN = 8
 # By how much the order of promise is shaken, so that repeated trials differ.
 NOISE = 0.6
+# How many operations, side by side, a kick may touch.
+WIDTHS = (4, 8, 16, 32)
 # What part of the way to the goal a kick may lose.
 SLACK = 0.05
 
@@ -116,7 +118,7 @@ def wander(
             return
         state.commit()
         before = state.cost_ns
-        width = rng.choice((4, 8, 16, 32))
+        width = rng.choice(WIDTHS)
         first = rng.randrange(max(len(makers) - width, 1))
         near = makers[first : first + width]
         if not _kick(state, near, budget_bytes, rng):
@@ -125,17 +127,14 @@ def wander(
             continue
         for turn in range(2):
             todo = [(index, stage) for index in near for stage in state.runs[index]]
-            far = [makers[rng.randrange(len(makers))] for _ in range(2 * width)]
+            far = [makers[rng.randrange(len(makers))] for _ in near]
             todo += [(index, stage) for index in far for stage in state.runs[index]]
             rng.shuffle(todo)
-            now = state.cost_ns
             for index, stage in todo:
                 if time.perf_counter() > deadline:
                     break
                 if stage in state.runs[index]:
                     _exchange(state, index, stage, budget_bytes, NOISE * turn, rng)
-            if state.cost_ns >= now and turn:
-                break
         slack = (before - goal_ns) * SLACK * rng.random()
         if state.cost_ns > max(before, min(before + slack, best + (best - goal_ns) * 0.1)):
             state.rollback()

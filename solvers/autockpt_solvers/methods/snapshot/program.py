@@ -116,7 +116,7 @@ class SnapshotProgram:
                 continue
             forced = stages.forced(g)
             for k in range(window[0], window[1] + 1):
-                column = program.variable(f"S({g},{k})", integer=False)
+                column = program.variable(f"S({g},{k})")
                 self.resident[g, k] = column
                 if k < forced:
                     program.bound(column, lower=1.0)
@@ -128,7 +128,7 @@ class SnapshotProgram:
                 continue
             cost = problem.operations[index].cost_ns / self.cost_unit
             for k in range(window[0], window[1] + 1):
-                self.runs[index, k] = program.variable(f"R({index},{k})", cost, integer=False)
+                self.runs[index, k] = program.variable(f"R({index},{k})", cost)
         chosen: dict[int, int] = {}
         for g, group in enumerate(stages.groups):
             low, _ = self.window.get(self.block[group.producer], (0, 0))

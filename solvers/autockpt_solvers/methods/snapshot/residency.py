@@ -1,12 +1,12 @@
 """A backward order as runs by stage, whose live bytes follow each change at once.
 
 A *stage* is a backward operation with the recomputations right before it. Which operation runs
-again in which stages decides everything: a read in a stage is served by the newest *copy*, the one
-made in the last run at or before that stage, or the one kept from the forward; a copy lives from its
-making to its last read. A change of one run changes few copies, and each copy adds one number to
-one range of an array. Trying a change costs microseconds to a fraction of a millisecond, where
-:meth:`autockpt_solvers.liveness.Liveness.peak` walks through the whole order; a property test holds
-the two together.
+again in which stages decides everything: a read in a stage is served by the newest *copy*, the
+one made in the last run at or before that stage, or the one kept from the forward; a copy lives
+from its making to its last read. A change of one run changes few copies, and each copy adds one
+number to one range of an array. Trying a change costs a small part of a millisecond, where
+:meth:`autockpt_solvers.liveness.Liveness.peak` walks through the whole order; a property test
+holds the two together.
 
 Within a stage the recomputations run in the forward's order, each at most once.
 """
@@ -27,7 +27,7 @@ __all__ = ["Residency"]
 KEPT = -1  # the stage in which a copy kept from the forward was made
 NEVER = -(1 << 60)
 
-# (stage it was made in, stage of its last read, whether the backward operation itself reads it then)
+# Stage it was made in, stage of its last read, whether the backward operation itself reads it then.
 Copy = tuple[int, int, bool]
 
 
@@ -190,7 +190,7 @@ class Residency:
         yield from zip(bound[rising].tolist(), near[rising].tolist(), strict=True)
 
     def is_resident(self, g: int, stage: int) -> bool:
-        """Return whether a copy of a group lives at a stage's backward operation and is read later."""
+        """Return whether a copy of a group lives at a stage's end and is read later."""
         return any(made <= stage < last for made, last, _ in self.copies[g])
 
     # ---------------------------------------------------------------- changes
