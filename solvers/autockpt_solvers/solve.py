@@ -26,7 +26,8 @@ __all__ = ["checked", "infeasible", "peak_parts", "solve"]
 ILP_LIMIT = 20_000
 # Up to so many forward operations greedy costs next to nothing and makes a start of its own.
 GREEDY_FIRST = 300
-# A gap, as a part of the step, below which the search ends; and one for which the integer program gets only so many seconds.
+# Gaps, as parts of the step: one at which the search ends, and one for which the integer program
+# gets only so many seconds.
 CLOSE, MODEST, MODEST_S = 5e-4, 3e-3, 3.0
 
 

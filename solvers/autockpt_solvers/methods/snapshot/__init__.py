@@ -35,12 +35,13 @@ THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 COLUMNS = 50_000
 # Seconds that stating and solving takes per column, on slow machines.
 COLUMN_S = 2e-4
-# Gap, as a part of the step, at which kicks end; and one at which they are not worth long.
+# Gaps, as parts of the step: one at which the search ends, and two not worth long.
 ENOUGH = 2e-4
+CLOSE = 5e-4
 GOOD = 3e-3
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
-# is open, and where little is.
-BINARIES, INTEGER_S, BRIEF_S = 6000, 8.0, 4.0
+# is open, where little is, and where it hardly matters.
+BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 # Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
 # Seconds of the first turn of kicks, most turns, and states that take turns.
@@ -215,7 +216,9 @@ class Snapshots:
                     if best.gap_ns <= ENOUGH * step or left_s < 0.2:
                         return
                     process.arrays["row_upper"] = program.sides(aim)
-                    limit_s = min(left_s / 2, INTEGER_S if best.gap_ns > GOOD * step else BRIEF_S)
+                    gap = best.gap_ns / max(step, 1)
+                    limit_s = INTEGER_S if gap > GOOD else BRIEF_S if gap > CLOSE else LAST_S
+                    limit_s = min(left_s / 2, limit_s)
                     say(f"{self._figures(best)}; integer program, up to {limit_s:.0f} s")
                     process.kill()
                     result = process.solve(time_limit_s=limit_s, relative_gap=1e-4)
@@ -245,9 +248,9 @@ class Snapshots:
         step = self.problem.baseline_cost_ns
         goal_ns = best.bound_ns + int(ENOUGH * step)
         started = told = time.perf_counter()
-        small = self.problem.barrier <= SMALL
         if best.gap_ns <= GOOD * step:
-            deadline = min(deadline, started + (LONG_S if small else SHORT_S))
+            long = self.problem.barrier <= SMALL and best.gap_ns > CLOSE * step
+            deadline = min(deadline, started + (LONG_S if long else SHORT_S))
         turn_s = TURN_S
         for seed in range(TURNS):
             before = best.extra_ns
