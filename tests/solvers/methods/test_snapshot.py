@@ -1,0 +1,200 @@
+"""snapshot: live bytes equal the simulator's, bounds hold for all schedules, greedy is beaten."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autockpt_solvers import SolverError, minimum, simulate, solve
+from autockpt_solvers.highs import MipProcess, Relaxation
+from autockpt_solvers.liveness import Liveness
+from autockpt_solvers.methods import exhaustive, greedy, snapshot
+from autockpt_solvers.methods.ilp.stages import Stages
+from autockpt_solvers.methods.snapshot import Snapshots
+from autockpt_solvers.methods.snapshot.blocks import Layout, layouts
+from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
+from autockpt_solvers.methods.snapshot.program import SnapshotProgram
+from autockpt_solvers.methods.snapshot.residency import Residency
+from autockpt_solvers.methods.snapshot.rounding import rounded
+from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
+from autockpt_solvers.solution import whole_ns
+from random_problems import budgets, random_problem
+
+
+def figures(state):
+    """Peak and cost, from the state and from the simulator."""
+    trace = simulate(state.problem, stage_schedule(state.problem, state.order()))
+    return (state.peak(), state.cost_ns), (trace.peak_bytes, trace.extra_ns)
+
+
+def random_state(seed):
+    problem = random_problem(seed, most=14)
+    liveness = Liveness(Demand(problem))
+    rng = random.Random(seed)
+    needed = needed_storages(liveness.demand)
+    kept = {s for s in needed if rng.random() < 0.5}
+    held = {s for s in needed if rng.random() < 0.5}
+    order = on_demand(liveness.demand, kept, held)
+    return Residency(liveness, Stages(liveness), order), rng
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_live_bytes_follow_each_change(block):
+    changed = 0
+    for seed in range(block * 60, block * 60 + 60):
+        state, rng = random_state(seed)
+        ours, simulated = figures(state)
+        assert ours == simulated
+        for _ in range(25):
+            before = (state.order(), state.peak(), state.cost_ns)
+            runs = [(index, stage) for index, stages in state.runs.items() for stage in stages]
+            served = True
+            if runs and rng.random() < 0.5:
+                served = state.remove(*rng.choice(runs))
+            elif state.runs:
+                index = rng.choice(sorted(state.runs))
+                reading = state.reading[rng.choice(state.outputs[index])]
+                if reading:
+                    state.add(index, rng.choice(reading))
+            if served:
+                ours, simulated = figures(state)
+                assert ours == simulated
+                changed += before[0] != state.order()
+            if not served or rng.random() < 0.5:
+                state.rollback()
+                assert before == (state.order(), state.peak(), state.cost_ns)
+                assert figures(state)[0] == figures(state)[1]
+            else:
+                state.commit()
+    assert changed > 300
+
+
+def test_no_choice_of_blocks_and_snapshots_bounds_too_high():
+    """Against the cheapest of all schedules; with binaries too, where the bound is tightest."""
+    proved = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        rng = random.Random(seed)
+        liveness = Liveness(Demand(problem))
+        count = problem.barrier
+        last = len(problem.operations) - count
+        choices = layouts(liveness, Stages(liveness).groups)
+        for _ in range(3):
+            cuts = sorted(rng.sample(range(count), min(count, rng.randint(0, 4))))
+            block = tuple(sum(i >= cut for cut in cuts) for i in range(count))
+            picked = rng.sample(range(last), min(last, rng.randint(1, 5)))
+            choices.append(Layout("random", block, frozenset(picked)))
+        smallest = minimum(problem).peak_bytes
+        for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
+            best = exhaustive.solve(problem, budget).extra_ns
+            for layout in choices:
+                stages = Stages(liveness, snapshots=layout.snapshots)
+                program = SnapshotProgram(stages, layout, 10.0)
+                if not program.memory:
+                    continue
+                relaxation = Relaxation(program.program, program.arrays)
+                result = relaxation.solve(program.sides(budget), time_limit_s=10)
+                assert result.status == "optimal"
+                assert whole_ns(result.bound * program.cost_unit) <= best
+                proved += result.bound > 1e-6
+                with MipProcess(program.program) as process:
+                    process.arrays["row_upper"] = program.sides(budget)
+                    exact = process.solve(time_limit_s=10, relative_gap=0)
+                assert exact.bound <= best / program.cost_unit * (1 + 1e-6) + 1e-4
+    assert proved > 500
+
+
+def test_rounded_points_are_schedules():
+    for seed in range(60):
+        problem = random_problem(seed, most=16)
+        liveness = Liveness(Demand(problem))
+        rng = random.Random(seed)
+        for layout in layouts(liveness, Stages(liveness).groups):
+            stages = Stages(liveness, snapshots=layout.snapshots)
+            program = SnapshotProgram(stages, layout, 10.0)
+            point = [rng.random() for _ in program.program.variables]
+            order = rounded(program, point, 0.5)
+            simulate(problem, stage_schedule(problem, order))
+
+
+def test_local_search_keeps_the_budget_and_gains():
+    gained = 0
+    for seed in range(60):
+        state, _ = random_state(seed)
+        budget = (minimum(state.problem).peak_bytes + 2 * state.peak()) // 3
+        deadline = time.perf_counter() + 5
+        if not fit(state, budget, deadline=deadline):
+            continue
+        costs = [state.cost_ns]
+        improve(state, budget, deadline=deadline)
+        costs.append(state.cost_ns)
+        for better in wander(state, budget, deadline=deadline, goal_ns=0, trials=30):
+            costs.append(better.cost_ns)
+            ours, simulated = figures(better)
+            assert ours == simulated
+            assert better.peak() <= budget
+        assert costs == sorted(costs, reverse=True)
+        gained += costs[-1] < costs[0]
+    assert gained > 15
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 10**9), st.floats(0, 1))
+def test_auto_is_never_worse_than_greedy(seed, fraction):
+    problem = random_problem(seed, most=24)
+    smallest, largest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
+    budget = smallest + int(fraction * (largest - smallest))
+    found = solve(problem, budget, time_limit_s=1.0)
+    assert found.peak_bytes <= budget
+    assert found.lower_bound_ns <= found.extra_ns
+    try:
+        simple = greedy.solve(problem, budget)
+    except SolverError:
+        return
+    assert found.extra_ns <= simple.extra_ns
+
+
+def test_close_to_the_exact_program():
+    for seed in range(40):
+        problem = random_problem(seed)
+        smallest, largest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
+        for budget in budgets(problem, smallest, largest):
+            best = exhaustive.solve(problem, budget)
+            try:
+                found = snapshot.solve(problem, budget, time_limit_s=5)
+            except SolverError:
+                # At the minimum the order inside a stage may decide, which snapshot does not vary.
+                assert budget == smallest
+                continue
+            assert found.lower_bound_ns <= best.extra_ns <= found.extra_ns
+
+
+def test_ctrl_c_leaves_the_best_so_far(monkeypatch):
+    problem = random_problem(11, most=24)
+    smallest, largest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
+    budget = (smallest + largest) // 2
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Snapshots, "_improve", interrupt)
+    lines = []
+    found = solve(problem, budget, progress=lines.append)
+    assert simulate(problem, found.schedule).peak_bytes <= budget
+    assert found.extra_ns >= found.lower_bound_ns > 0
+    assert any("interrupted" in line for line in lines)
+    assert snapshot.solve(problem, budget).peak_bytes <= budget
+
+
+def test_ctrl_c_before_there_is_anything_is_an_interrupt(monkeypatch):
+    problem = random_problem(11, most=24)
+    budget = (minimum(problem).peak_bytes + solve(problem, None).peak_bytes) // 2
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(greedy, "solve", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        solve(problem, budget)
