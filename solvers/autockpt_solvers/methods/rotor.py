@@ -345,5 +345,6 @@ class _Program:
 def _less(table: NDArray[np.int64], units: int) -> NDArray[np.int64]:
     """Return a table as it is with so much less memory, along its last axis."""
     less: NDArray[np.int64] = np.full_like(table, NEVER)
-    less[..., units:] = table[..., : table.shape[-1] - units]
+    left = max(0, table.shape[-1] - units)
+    less[..., table.shape[-1] - left :] = table[..., :left]
     return less
