@@ -2,7 +2,7 @@
 
 >>> import autockpt_solvers
 >>> sorted(autockpt_solvers.METHODS)
-['chen', 'eviction', 'exhaustive', 'greedy', 'ilp', 'keep_all', 'snapshot']
+['chen', 'eviction', 'exhaustive', 'greedy', 'ilp', 'keep_all', 'mincut', 'revolve', 'rotor', 'snapshot']
 """
 
 from __future__ import annotations

@@ -6,13 +6,27 @@ the budget raises ``SolverError``.
 
 from __future__ import annotations
 
-from autockpt_solvers.methods import chen, eviction, exhaustive, greedy, ilp, keep_all, snapshot
+from autockpt_solvers.methods import (
+    chen,
+    eviction,
+    exhaustive,
+    greedy,
+    ilp,
+    keep_all,
+    mincut,
+    revolve,
+    rotor,
+    snapshot,
+)
 
 __all__ = ["METHODS"]
 
 METHODS = {
     "keep_all": keep_all.solve,
     "chen": chen.solve,
+    "revolve": revolve.solve,
+    "rotor": rotor.solve,
+    "mincut": mincut.solve,
     "eviction": eviction.solve,
     "greedy": greedy.solve,
     "ilp": ilp.solve,
