@@ -19,6 +19,7 @@ from autockpt_solvers.errors import (
     PlanMismatch,
     ScheduleError,
     SolverError,
+    StepError,
 )
 from autockpt_solvers.memory import Trace, live_storages, simulate
 from autockpt_solvers.methods import METHODS
@@ -50,6 +51,7 @@ __all__ = [
     "ScheduleError",
     "Solution",
     "SolverError",
+    "StepError",
     "Storage",
     "Trace",
     "free_early",
