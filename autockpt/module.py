@@ -23,6 +23,7 @@ from autockpt import _torch
 from autockpt.accumulate import Accumulating
 from autockpt.capture import Capture, capture, read_joint, traced, training
 from autockpt.device import Device, device_of
+from autockpt.choose import Choice, add_time_s, choose
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.losses import Weight
@@ -38,7 +39,7 @@ from autockpt.planning import (
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
-from autockpt.split import Batch, Split
+from autockpt.split import Batch, Split, cut, shares
 from autockpt.step import Stepper, check_accumulate
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import (
@@ -136,7 +137,7 @@ def optimize(
         model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate
     )
     if example_inputs is not None or example_kwargs is not None:
-        handle.plan_now(as_tuple(example_inputs), dict(example_kwargs or {}))
+        handle.plan_step_now(as_tuple(example_inputs), dict(example_kwargs or {}))
     restore(model)
     handle.attach()
     return model
@@ -186,6 +187,8 @@ class Handle:
         )
         self._accumulates = False  # whether a backward adds to the gradients in its graph
         self._beside: Any = None  # what a step holds beside the model's inputs
+        self._choices: dict[Any, Choice] = {}  # by the batch's shapes
+        self._choice: Choice | None = None
 
     def _forget(self) -> None:
         self._compiled: Callable[..., Any] | None = None
@@ -224,7 +227,19 @@ class Handle:
         owner = getattr(value, "__self__", None)
         return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
 
+    def _explained(self, plan: Plan) -> Plan:
+        """The plan with the choice of the micro-batches it is for, where there was one."""
+        if self._choice is None:
+            return plan
+        sizes = self._choice.sizes
+        said = {
+            "micro-batches": f"{len(sizes)} of at most {sizes[0]} samples",
+            "compared": self._choice.why,
+        }
+        return replace(plan, origin={**plan.origin, **said})
+
     def _show(self, plan: Plan | None) -> None:
+        plan = None if plan is None else self._explained(plan)
         self.plan = plan
         if self._may_show("plan"):
             self.model.__dict__["plan"] = plan
@@ -288,23 +303,42 @@ class Handle:
                 graph.watch_loss(node)
         return output
 
-    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Plan a training forward with these inputs, without running the model."""
+    def plan_now(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: Options | None = None,
+        *,
+        record: bool = True,
+    ) -> Plan:
+        """Plan a training forward with these inputs, without running the model.
+
+        Args:
+            args: the forward's positional arguments.
+            kwargs: the forward's keyword arguments.
+            options: what is asked for; None: what the user asked for.
+            record: whether the plan is the one to use when the forward runs.
+        """
         self._inputs = (args, kwargs)
         self._started = time.perf_counter()
+        asked, self.options = self.options, options or self.options
 
         def use(joint: _torch.JointGraph) -> Plan:
             key = graph_key(joint)
             captured, known, made = self._planned(joint, key)
-            self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
+            if record:
+                self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
             return made.plan
 
         try:
             with training(self.model):
-                self.plan = capture(self.model, args, kwargs, use)
+                found: Plan = capture(self.model, args, kwargs, use)
         finally:
             self._inputs = None
-        return self.plan
+            self.options = asked
+        if record:
+            self.plan = found = self._explained(found)
+        return found
 
     # -------------------------------------------------------------- steps
 
@@ -347,7 +381,11 @@ class Handle:
             InputError: the batch cannot be split, the loss is no loss, or a weight no weight.
             InfeasibleBudget, CaptureError: as a first training forward, see :func:`optimize`.
         """
-        return self._stepper.step(*args, target=target, weight=weight, **kwargs)
+        loss = self._stepper.step(*args, target=target, weight=weight, **kwargs)
+        if self._graphs:
+            # Micro-batches of two sizes have two plans; the step's peak is that of one of them.
+            self._show(max((g.made.plan for g in self._graphs), key=lambda plan: plan.peak_bytes))
+        return loss
 
     def micro_step(
         self, *args: Any, target: Any = None, weight: Weight = None, **kwargs: Any
@@ -400,8 +438,49 @@ class Handle:
         finally:
             self._accumulates, self._beside = False, None
 
+    def plan_step_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Plan a step with these inputs, without running the model: its largest micro-batch."""
+        batch = Batch(args, kwargs)
+        parts, _ = self._stepper.parts(batch, Split())
+        with self._micro_batch(self._stepper.fuses(len(parts)), None):
+            return self.plan_now(parts[0].args, parts[0].kwargs)
+
     def _choose(self, batch: Batch, split: Split, samples: int) -> Sequence[int]:
-        raise NotImplementedError
+        """The sizes of a batch's micro-batches that train it fastest."""
+        shapes = [
+            (tuple(t.shape), t.dtype)
+            for t in _torch.tensor_leaves((batch.args, dict(batch.kwargs), batch.target))
+        ]
+        key = (samples, split.batch_dim, str(shapes))
+        if key not in self._choices:
+            self._choices[key] = self._chosen(batch, split, samples)
+        self._choice = self._choices[key]
+        return self._choice.sizes
+
+    def _chosen(self, batch: Batch, split: Split, samples: int) -> Choice:
+        def planned(options: Options, record: bool) -> Callable[[int, int], Plan]:
+            def plan(size: int, parts: int) -> Plan:
+                sizes = shares(samples, parts)
+                part = next(cut(self.model.forward, batch, split, sizes))
+                with self._micro_batch(self._stepper.fuses(parts), batch.target):
+                    return self.plan_now(part.args, part.kwargs, options, record=record)
+
+            return plan
+
+        device = self._device()
+        gradients = distinct_bytes([p for p in self.model.parameters() if p.requires_grad], device)
+        try:
+            return choose(
+                samples,
+                planned(no_limit(self.options), False),
+                planned(self.options, True),
+                budget_of(self.options, device),
+                add_time_s(gradients, device),
+            )
+        except AutockptError:
+            if not self._graphs:
+                self.detach()
+            raise
 
     # -------------------------------------------------------------- planning
 

@@ -133,7 +133,7 @@ class Stepper:
             )
         batch = self._batch(args, kwargs, target)
         how = Split(batch_dim, split)
-        parts, sizes = self._parts(batch, how)
+        parts, sizes = self.parts(batch, how)
         weights = weights_of(weight, parts, sizes, batch_dim)
         window = self._opened(len(parts), scaler, max_grad_norm, through)
         beside = (batch.target, weight if isinstance(weight, Tensor) else None)
@@ -237,7 +237,7 @@ class Stepper:
             window.done += 1
             window.final = window.final if final is None else final
             return torch.zeros((), device=self._device())
-        with context, self.running(self._fuses(window), (beside, window.before)):
+        with context, self.running(self.fuses(window.parts, window.ranks.call), (beside, window.before)):
             loss = self._loss(window, batch)
             # At least single precision, and memory of its own: a loss may hold on to more.
             wide = torch.promote_types(loss.dtype, torch.float32)
@@ -357,7 +357,12 @@ class Stepper:
 
     # -------------------------------------------------------------- what is asked for
 
-    def _parts(self, batch: Batch, how: Split) -> tuple[list[Batch], Sequence[int]]:
+    def parts(self, batch: Batch, how: Split) -> tuple[list[Batch], Sequence[int]]:
+        """Return the micro-batches of a step, and their sizes, the largest first.
+
+        Raises:
+            InputError: the batch cannot be split.
+        """
         forward = self.model.forward
         if self.accumulate == 1:
             return [batch], (1,)
@@ -378,12 +383,15 @@ class Stepper:
             "there is no loss_fn to compare it with. Pass loss_fn= to autockpt.optimize."
         )
 
-    def _fuses(self, window: _Window) -> bool:
-        """Whether the backward graph may add to the gradients, past autograd's own accumulation."""
-        plain = window.ranks.call is self.model
-        return window.parts > 1 and plain and not any(
-            _torch.has_gradient_hooks(p) for p in self._parameters()
-        )
+    def fuses(self, parts: int, through: Any = None) -> bool:
+        """Return whether a backward graph may add to gradients past autograd's accumulation.
+
+        Args:
+            parts: number of micro-batches of the window.
+            through: what the model is called through; None for the model itself.
+        """
+        plain = through is None or through is self.model
+        return parts > 1 and plain and not any(map(_torch.has_gradient_hooks, self._parameters()))
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         optimizer = self._optimizer()
