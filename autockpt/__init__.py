@@ -13,6 +13,7 @@ from autockpt_solvers.errors import (
     PlanMismatch,
     ScheduleError,
     SolverError,
+    StepError,
 )
 from autockpt_solvers.plan import Plan
 
@@ -28,6 +29,7 @@ __all__ = [
     "PlanMismatch",
     "ScheduleError",
     "SolverError",
+    "StepError",
     "optimize",
     "plan",
     "restore",

@@ -62,12 +62,14 @@ __all__ = [
     "compiled_nodes",
     "fake_mode_of",
     "getitem_index",
+    "has_gradient_hooks",
     "in_backward",
     "is_fake",
     "is_operator",
     "is_operator_error",
     "is_random",
     "keep_missing_gradients",
+    "leaves_of_running_node",
     "map_tensors",
     "module_path",
     "outside_tracing",
@@ -409,6 +411,25 @@ def runs_elsewhere() -> bool:
 def in_backward() -> bool:
     """Return whether autograd is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def leaves_of_running_node() -> list[torch.Tensor | None]:
+    """Return the leaves that the autograd node running in this thread has gradients for.
+
+    One entry for each tensor the node's function took; None where that was no leaf, or needs no
+    gradient.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return []
+    return [getattr(accumulate, "variable", None) for accumulate, _ in node.next_functions]
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether the user wants to see or change this tensor's gradient as it arrives."""
+    return bool(tensor._backward_hooks) or bool(
+        getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def _user_frames(text: str) -> list[tuple[str, str, str]]:

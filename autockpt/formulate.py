@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from autockpt import _torch
+from autockpt.accumulate import is_leaf, products
 from autockpt.capture import Capture
 from autockpt.pins import Pins
 from autockpt.profile import Profile
@@ -66,7 +67,9 @@ class Around:
         released: for each forward output whether the user lets go of it before the step ends.
         gone: for each forward output whether the user lets go of it before the backward begins;
             ``loss_bytes`` counts it then.
-        gradients_exist: gradients are accumulated into existing ones.
+        gradients_exist: gradients are accumulated into existing ones after the backward graph.
+        accumulates: they are added to existing ones inside it, each where it is made; no
+            gradient is among ``resident_bytes`` then.
         optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
     """
 
@@ -76,6 +79,7 @@ class Around:
     released: tuple[bool, ...] | None = None
     gone: tuple[bool, ...] | None = None
     gradients_exist: bool = False
+    accumulates: bool = False
     optimizer_bytes: int = 0
 
 
@@ -164,6 +168,10 @@ class _Builder:
         self.old_values: dict[fx.Node, int] = {}
         self.paths = [_torch.module_path(node) for node in capture.operations]
         self.sizes = self._sizes()
+        self.in_graph = around.accumulates and not around.gradients_exist
+        self.gradient_bytes = self._gradient_bytes() if self.in_graph else 0
+        for product in products(capture) if self.in_graph else ():
+            self.sizes[capture.lives_in[product][0]] = 0
         self.storages = [
             Storage(s.name, size) for s, size in zip(capture.storages, self.sizes, strict=True)
         ]
@@ -226,7 +234,7 @@ class _Builder:
             storages=tuple(self.storages),
             operations=tuple(self.operations),
             barrier=barrier,
-            resident_bytes=self.around.resident_bytes,
+            resident_bytes=self.around.resident_bytes + self.gradient_bytes,
             live_at_barrier=frozenset(forward_made | self.held | set(capture.new_buffers)),
             live_at_end=frozenset((end | self.held | {self.loss_storage}) - {-1}),
             name=self.name,
@@ -426,19 +434,30 @@ class _Builder:
         times: dict[fx.Node, int] = {}
         for node, _, _ in self.capture.gradients:
             times[node] = times.get(node, 0) + 1
+        copied_bytes = 0
         for node, storage, primal in self.capture.gradients:
-            if primal is None or not _is_leaf(primal):
+            if primal is None or not is_leaf(primal):
                 end.add(storage)
             elif self.around.gradients_exist:
                 self._take_over(node, storage, ())
+            elif self.in_graph:
+                if self._is_copied(node, storage, primal):
+                    copied_bytes = max(copied_bytes, _own_bytes(node))
             elif times[node] > 1 or not _same_layout(tensors(node)[0], tensors(primal)[0]):
                 copy = len(self.storages)
-                size = tensors(node)[0].numel() * tensors(node)[0].element_size()
-                self.storages.append(Storage(f"{node.name}_copied", size))
+                self.storages.append(Storage(f"{node.name}_copied", _own_bytes(node)))
                 self._take_over(node, storage, (copy,))
                 end.add(copy)
             else:
                 end.add(storage)
+        if copied_bytes:
+            # The first backward of a window returns its gradients, and some are copied.
+            self.operations.append(
+                Operation(
+                    "copy_gradients", (), (), 0, copied_bytes, kind="accumulate", outside=True
+                )
+            )
+            self.origins.append(Origin(Role.AROUND))
         if self.around.optimizer_bytes:
             self.operations.append(
                 Operation(
@@ -452,6 +471,26 @@ class _Builder:
             )
             self.origins.append(Origin(Role.AROUND))
         return end
+
+    def _gradient_bytes(self) -> int:
+        """The bytes of one set of gradients, in the memory that the first backward made them in."""
+        held: set[int] = set()
+        copied = 0
+        for node, storage, primal in self.capture.gradients:
+            if primal is not None and is_leaf(primal):
+                if self._is_copied(node, storage, primal):
+                    copied += _own_bytes(node)
+                else:
+                    held.add(storage)
+        return copied + sum(self.sizes[s] for s in held)
+
+    def _is_copied(self, node: fx.Node, storage: int, primal: fx.Node) -> bool:
+        times = sum(node is other for other, _, _ in self.capture.gradients)
+        return (
+            storage < 0
+            or times > 1
+            or not _same_layout(tensors(node)[0], tensors(primal)[0])
+        )
 
     def _take_over(self, node: fx.Node, storage: int, outputs: tuple[int, ...]) -> None:
         # Outside memory (a gradient that is an input itself) is nothing to read.
@@ -495,9 +534,9 @@ class _Builder:
         )
 
 
-def _is_leaf(primal: fx.Node) -> bool:
-    value = primal.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_leaf
+def _own_bytes(node: fx.Node) -> int:
+    value = tensors(node)[0]
+    return value.numel() * value.element_size()
 
 
 def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -7,9 +7,10 @@ call. Class, parameters, keys and hooks stay as they are; what is added hangs on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from autockpt import _torch
+from autockpt.accumulate import Accumulating
 from autockpt.capture import Capture, capture, read_joint, traced, training
 from autockpt.device import Device, device_of
+from autockpt.choose import Choice, add_time_s, choose
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
+from autockpt.losses import Weight
 from autockpt.planning import (
     Made,
     Options,
@@ -35,6 +39,8 @@ from autockpt.planning import (
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
+from autockpt.split import Batch, Split, cut, shares
+from autockpt.step import Stepper, check_accumulate
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import (
     AutockptError,
@@ -47,7 +53,8 @@ from autockpt_solvers.plan import Plan
 
 __all__ = ["Handle", "as_tuple", "optimize", "require_trainable", "restore"]
 
-_SHORT_CUTS = ("plan",)
+_STEPS = ("step", "micro_step", "flush")
+_SHORT_CUTS = ("plan", *_STEPS)
 _LOG = logging.getLogger("autockpt")
 
 
@@ -85,9 +92,14 @@ def optimize(
             ``"40GiB"`` (2^30), ``"80%"`` of the device's memory, or None for no limit.
         example_inputs: positional arguments of a forward, to plan now.
         example_kwargs: keyword arguments of a forward, to plan now.
-        optimizer: the optimizer of the training loop, to count what it allocates.
-        loss_fn: None; a ``step`` that computes the loss is not part of this release.
-        accumulate: 1; accumulation inside a ``step`` is not part of this release.
+        optimizer: the optimizer of the training loop: what it allocates is counted, and
+            ``model.step`` steps it.
+        loss_fn: for ``model.step``: called with the model's output and the ``target=`` of the step
+            (with the output alone where there is none), returns the mean loss. None: the model
+            returns its loss, as a scalar, as ``.loss`` or as ``["loss"]``.
+        accumulate: for ``model.step``: the number of micro-batches of an optimizer step, or
+            ``"auto"`` for the size that trains fastest within the budget. Where it is not 1,
+            ``example_inputs`` are those of a ``step``: the whole batch.
         solver: ``"auto"`` or the name of a method.
         time_limit: seconds to search for a schedule.
         backend: what runs the operations; ``"eager"`` is the one there is.
@@ -112,20 +124,20 @@ def optimize(
     device_of(_device(model))
     if backend != "eager":
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
-    for option, asked in (
-        ("loss_fn", loss_fn is not None),
-        ("accumulate", accumulate != 1),
-        ("arena", bool(arena)),
-    ):
-        if asked:
-            raise InputError(f"{option} is not part of this release: leave it at its default.")
+    if arena:
+        raise InputError("arena is not part of this release: leave it at its default.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
+    accumulate = check_accumulate(accumulate)
     del inplace, fullgraph  # either value is what this release does
     options = options_of(
         budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute, given=plan
     )
-    handle = Handle(model, options, optimizer, progress)
+    handle = Handle(
+        model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate
+    )
     if example_inputs is not None or example_kwargs is not None:
-        handle.plan_now(as_tuple(example_inputs), dict(example_kwargs or {}))
+        handle.plan_step_now(as_tuple(example_inputs), dict(example_kwargs or {}))
     restore(model)
     handle.attach()
     return model
@@ -156,6 +168,9 @@ class Handle:
         optimizer: Optimizer | None,
         progress: Callable[[str], None] | None = None,
         device: Modelled | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        accumulate: int | str = 1,
     ) -> None:
         self.model = model
         self.options = options
@@ -163,7 +178,17 @@ class Handle:
         self.progress = progress
         self.modelled = device
         self.plan: Plan | None = None
+        self._steps_with(loss_fn, accumulate)
         self._forget()
+
+    def _steps_with(self, loss_fn: Callable[..., Any] | None, accumulate: int | str) -> None:
+        self._stepper = Stepper(
+            self.model, self.optimizer, loss_fn, accumulate, self._micro_batch, self._choose
+        )
+        self._accumulates = False  # whether a backward adds to the gradients in its graph
+        self._beside: Any = None  # what a step holds beside the model's inputs
+        self._choices: dict[Any, Choice] = {}  # by the batch's shapes
+        self._choice: Choice | None = None
 
     def _forget(self) -> None:
         self._compiled: Callable[..., Any] | None = None
@@ -180,6 +205,9 @@ class Handle:
         self.model.__dict__["_compiled_call_impl"] = self
         self.model.__dict__["autockpt"] = self
         self._show(self.plan)
+        for name in _STEPS:
+            if self._may_show(name):
+                self.model.__dict__[name] = getattr(self, name)
 
     def detach(self) -> None:
         """Take this handle off the model."""
@@ -196,15 +224,35 @@ class Handle:
         taken = hasattr(type(self.model), name) or name in self.model._modules
         taken = taken or name in self.model._parameters or name in self.model._buffers
         value = self.model.__dict__.get(name)
-        return not taken and (value is None or isinstance(value, Plan))
+        owner = getattr(value, "__self__", None)
+        return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
+
+    def _explained(self, plan: Plan) -> Plan:
+        """The plan with the choice of the micro-batches it is for, where there was one."""
+        if self._choice is None:
+            return plan
+        sizes = self._choice.sizes
+        said = {
+            "micro-batches": f"{len(sizes)} of at most {sizes[0]} samples",
+            "compared": self._choice.why,
+        }
+        return replace(plan, origin={**plan.origin, **said})
 
     def _show(self, plan: Plan | None) -> None:
+        plan = None if plan is None else self._explained(plan)
         self.plan = plan
         if self._may_show("plan"):
             self.model.__dict__["plan"] = plan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "options": self.options, "plan": self.plan}
+        # Not the optimizer, which is for this model's parameters, nor the loss that goes with it.
+        accumulate = self._stepper.accumulate
+        return {
+            "model": self.model,
+            "options": self.options,
+            "plan": self.plan,
+            "accumulate": accumulate,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The model is being rebuilt around this handle; nn.Module drops its compiled callable
@@ -215,6 +263,7 @@ class Handle:
         self.progress = None
         self.modelled = None
         self.plan = state["plan"]
+        self._steps_with(None, state["accumulate"])
         self._forget()
         self.model.__dict__["_compiled_call_impl"] = self
 
@@ -254,23 +303,184 @@ class Handle:
                 graph.watch_loss(node)
         return output
 
-    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Plan a training forward with these inputs, without running the model."""
+    def plan_now(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: Options | None = None,
+        *,
+        record: bool = True,
+    ) -> Plan:
+        """Plan a training forward with these inputs, without running the model.
+
+        Args:
+            args: the forward's positional arguments.
+            kwargs: the forward's keyword arguments.
+            options: what is asked for; None: what the user asked for.
+            record: whether the plan is the one to use when the forward runs.
+        """
         self._inputs = (args, kwargs)
         self._started = time.perf_counter()
+        asked, self.options = self.options, options or self.options
 
         def use(joint: _torch.JointGraph) -> Plan:
             key = graph_key(joint)
             captured, known, made = self._planned(joint, key)
-            self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
+            if record:
+                self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
             return made.plan
 
         try:
             with training(self.model):
-                self.plan = capture(self.model, args, kwargs, use)
+                found: Plan = capture(self.model, args, kwargs, use)
         finally:
             self._inputs = None
-        return self.plan
+            self.options = asked
+        if record:
+            self.plan = found = self._explained(found)
+        return found
+
+    # -------------------------------------------------------------- steps
+
+    def step(
+        self, *args: Any, target: Any = None, weight: Weight = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take one optimizer step on a whole batch, and return its mean loss, detached.
+
+        The batch is split into ``accumulate`` micro-batches, as equal as they can be; their
+        gradients are weighted so that their sum is the gradient of the full batch's mean loss.
+        Then the optimizer steps and the gradients are set to None. When it raises, no gradient of
+        the step is left and the optimizer has not stepped.
+
+        Args:
+            *args: the model's positional arguments, for the whole batch.
+            target: the second argument of ``loss_fn``, split with the batch; without a
+                ``loss_fn`` an argument of the model.
+            weight: how much of the mean each micro-batch is. None: by its samples, for a loss
+                that is a mean over samples. A tensor with one weight per sample, or per token
+                (a mask of labels that count), summed over each micro-batch. A sequence of one
+                number per micro-batch. A function of a micro-batch, called as ``step`` was, that
+                returns a number or a tensor to sum. A micro-batch of weight 0 adds nothing.
+            **kwargs: the model's keyword arguments, and these options (an argument of the model
+                with such a name is passed by position):
+
+                - ``scaler``: a ``torch.amp.GradScaler``; updated once.
+                - ``max_grad_norm``: the norm the whole gradient is clipped to.
+                - ``batch_dim``: the dimension of the samples, 0 where not given. The first tensor
+                  among the arguments that has it says how many there are; every tensor of that
+                  size there is split, all else goes to each micro-batch as it is.
+                - ``split``: the same said for single arguments, by name or position:
+                  ``split={"mask": None, "boxes": "items", "x": 1}`` (not split; a list with an
+                  item per sample; along dimension 1), or ``split=["x"]`` for only these.
+                - ``through``: what to call in the model's place: a wrapper around it. A
+                  ``DistributedDataParallel`` around the model is found by itself.
+
+        Raises:
+            StepError: there is no optimizer, or one that needs a closure; gradients are switched
+                off; a window of micro-steps is open.
+            InputError: the batch cannot be split, the loss is no loss, or a weight no weight.
+            InfeasibleBudget, CaptureError: as a first training forward, see :func:`optimize`.
+        """
+        loss = self._stepper.step(*args, target=target, weight=weight, **kwargs)
+        if self._graphs:
+            # Micro-batches of two sizes have two plans; the step's peak is that of one of them.
+            self._show(max((g.made.plan for g in self._graphs), key=lambda plan: plan.peak_bytes))
+        return loss
+
+    def micro_step(
+        self, *args: Any, target: Any = None, weight: Weight = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take one loader batch, and return its mean loss, detached.
+
+        The optimizer steps at every ``accumulate``-th call, with the gradient of the mean over all
+        the window's samples (or weights). When a forward or a loss raises, the window is as it was
+        before the call. When a backward or the optimizer raises, the window is lost: ``reset()``
+        drops it.
+
+        Args: as :meth:`step`; ``weight`` may also be a number, the number of samples or tokens
+            that the loss is a mean over. ``scaler``, ``max_grad_norm`` and ``through`` are the
+            same for all micro-steps of a window.
+
+        Raises:
+            StepError: as :meth:`step`; a window that failed has not been reset; ``accumulate``
+                is ``"auto"``.
+            InputError, InfeasibleBudget, CaptureError: as :meth:`step`.
+        """
+        return self._stepper.micro_step(*args, target=target, weight=weight, **kwargs)
+
+    def flush(self) -> torch.Tensor | None:
+        """Step on the micro-steps since the last optimizer step, and return their mean loss.
+
+        The gradient is that of the mean over what has been taken; None where there is nothing. Under
+        ``DistributedDataParallel`` every rank has to call it.
+
+        Raises:
+            StepError: the window has failed.
+        """
+        return self._stepper.flush()
+
+    def reset(self) -> None:
+        """Drop the open window: gradients are again what they were before its first micro-step."""
+        self._stepper.reset()
+
+    @property
+    def open_micro_steps(self) -> int:
+        """The number of micro-steps since the last optimizer step."""
+        window = self._stepper.window
+        return 0 if window is None else window.done
+
+    @contextlib.contextmanager
+    def _micro_batch(self, accumulates: bool, beside: Any) -> Iterator[None]:
+        """Run a micro-batch of a step in this context."""
+        self._accumulates, self._beside = accumulates, beside
+        try:
+            yield
+        finally:
+            self._accumulates, self._beside = False, None
+
+    def plan_step_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Plan a step with these inputs, without running the model: its largest micro-batch."""
+        batch = Batch(args, kwargs)
+        parts, _ = self._stepper.parts(batch, Split())
+        with self._micro_batch(self._stepper.fuses(len(parts)), None):
+            return self.plan_now(parts[0].args, parts[0].kwargs)
+
+    def _choose(self, batch: Batch, split: Split, samples: int) -> Sequence[int]:
+        """The sizes of a batch's micro-batches that train it fastest."""
+        shapes = [
+            (tuple(t.shape), t.dtype)
+            for t in _torch.tensor_leaves((batch.args, dict(batch.kwargs), batch.target))
+        ]
+        key = (samples, split.batch_dim, str(shapes))
+        if key not in self._choices:
+            self._choices[key] = self._chosen(batch, split, samples)
+        self._choice = self._choices[key]
+        return self._choice.sizes
+
+    def _chosen(self, batch: Batch, split: Split, samples: int) -> Choice:
+        def planned(options: Options, record: bool) -> Callable[[int, int], Plan]:
+            def plan(size: int, parts: int) -> Plan:
+                sizes = shares(samples, parts)
+                part = next(cut(self.model.forward, batch, split, sizes))
+                with self._micro_batch(self._stepper.fuses(parts), batch.target):
+                    return self.plan_now(part.args, part.kwargs, options, record=record)
+
+            return plan
+
+        device = self._device()
+        gradients = distinct_bytes([p for p in self.model.parameters() if p.requires_grad], device)
+        try:
+            return choose(
+                samples,
+                planned(no_limit(self.options), False),
+                planned(self.options, True),
+                budget_of(self.options, device),
+                add_time_s(gradients, device),
+            )
+        except AutockptError:
+            if not self._graphs:
+                self.detach()
+            raise
 
     # -------------------------------------------------------------- planning
 
@@ -292,7 +502,8 @@ class Handle:
         graph.saved = saved_placeholders(backward, captured)
         self._graphs.append(graph)
         self._show(made.plan)
-        return forward, backward, graph
+        watch = Accumulating(graph, backward, captured, lambda: self._accumulates)
+        return forward, backward, watch
 
     def _planned(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
         """Plan a joint graph with what is known of it, or with a guess at what is not."""
@@ -345,9 +556,12 @@ class Handle:
         optimizer = OptimizerMemory()
         if self.optimizer is not None:
             optimizer = optimizer_memory(self.optimizer, device)
+        inputs = (self._inputs, self._beside)
+        resident = resident_bytes(self.model, inputs, device, gradients=not self._accumulates)
         return Around(
-            resident_bytes=resident_bytes(self.model, self._inputs, device) + optimizer.state_bytes,
-            gradients_exist=_has_gradients(self.model),
+            resident_bytes=resident + optimizer.state_bytes,
+            gradients_exist=_has_gradients(self.model) and not self._accumulates,
+            accumulates=self._accumulates,
             optimizer_bytes=optimizer.step_bytes,
         )
 
@@ -355,13 +569,16 @@ class Handle:
 
     def _revise(self) -> None:
         """Plan again what turned out to be other than guessed."""
-        gradients_exist = _has_gradients(self.model)
+        gradients_exist = _has_gradients(self.model) and not self._accumulates
         for graph in self._graphs:
             found = graph.found
             if found is None:
                 continue
             around, absent = found
-            if gradients_exist and not around.gradients_exist:
+            if self._accumulates and not (around.accumulates or around.gradients_exist):
+                resident = max(around.resident_bytes, self._around().resident_bytes)
+                around = replace(around, accumulates=True, resident_bytes=resident)
+            elif gradients_exist and not around.gradients_exist:
                 # The loop accumulates: they count among what is there all the time.
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 there = distinct_bytes(gradients, self._device())

@@ -19,13 +19,17 @@ from autockpt.roofline import Modelled
 __all__ = ["OptimizerMemory", "distinct_bytes", "optimizer_memory", "resident_bytes"]
 
 
-def resident_bytes(model: nn.Module, inputs: Any, device: Device | Modelled) -> int:
+def resident_bytes(
+    model: nn.Module, inputs: Any, device: Device | Modelled, *, gradients: bool = True
+) -> int:
     """Return the bytes of parameters, buffers, existing gradients and the tensors in ``inputs``.
 
     Each memory counts once, rounded as the device's allocator rounds, and only on this device.
+    ``gradients=False`` leaves gradients out.
     """
     found = [*model.parameters(), *model.buffers(), *_torch.tensor_leaves(inputs)]
-    found += [p.grad for p in model.parameters() if p.grad is not None]
+    if gradients:
+        found += [p.grad for p in model.parameters() if p.grad is not None]
     return distinct_bytes(found, device)
 
 

@@ -10,6 +10,7 @@
     ├── InputError (TypeError)        the inputs do not fit the model's forward
     ├── PlanMismatch                  a loaded plan was made for another model, input or torch
     ├── PlanFormatError (ValueError)  a file is not a plan of a version this release reads
+    ├── StepError                     step, micro_step or flush cannot be taken now
     ├── ScheduleError                 a schedule breaks a dependency or a rule of the problem
     └── SolverError                   a method failed, or was asked for something it cannot do
 
@@ -31,6 +32,7 @@ __all__ = [
     "PlanMismatch",
     "ScheduleError",
     "SolverError",
+    "StepError",
 ]
 
 
@@ -98,6 +100,10 @@ class PlanMismatch(AutockptError):
 
 class PlanFormatError(AutockptError, ValueError):
     """A file is not a plan, or of a version this release does not read."""
+
+
+class StepError(AutockptError):
+    """A step, micro-step or flush cannot be taken as things are."""
 
 
 class ScheduleError(AutockptError):

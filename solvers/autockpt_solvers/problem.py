@@ -160,13 +160,14 @@ class Problem:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the captured graph: operators, sizes, connections.
+        """Digest of the captured graph: operators, sizes of the forward, connections.
 
         Names, costs, what may run again and what happens outside the graph are left out: two
-        captures of one model with equal shapes agree in it.
+        captures of one model with equal shapes agree in it. So are the sizes of the backward, which
+        follow from the forward's; a gradient that is added where it is made has none.
         """
         inside = [op for op in self.operations if not op.outside]
-        made = [s for op in inside for s in op.outputs]
+        made = [s for op in inside[: self.barrier] for s in op.outputs]
         shape: dict[str, Any] = {
             "sizes": [(s, self.storages[s].size_bytes) for s in made],
             "operations": [(op.kind, op.inputs, op.outputs, op.optional) for op in inside],
