@@ -6,6 +6,7 @@ from autockpt_solvers.errors import (
     AutockptError,
     BudgetError,
     CaptureError,
+    DoubleBackward,
     InfeasibleBudget,
     InputError,
     PinError,
@@ -13,6 +14,7 @@ from autockpt_solvers.errors import (
     PlanMismatch,
     ScheduleError,
     SolverError,
+    StaleInput,
 )
 from autockpt_solvers.plan import Plan
 
@@ -20,6 +22,7 @@ __all__ = [
     "AutockptError",
     "BudgetError",
     "CaptureError",
+    "DoubleBackward",
     "InfeasibleBudget",
     "InputError",
     "PinError",
@@ -28,6 +31,7 @@ __all__ = [
     "PlanMismatch",
     "ScheduleError",
     "SolverError",
+    "StaleInput",
     "optimize",
     "plan",
     "restore",

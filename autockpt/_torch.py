@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._dynamo.convert_frame
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx, nn
@@ -26,6 +27,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    ObservedException,
     TorchDynamoException,
     TorchRuntimeError,
     Unsupported,
@@ -43,7 +45,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -56,6 +57,8 @@ __all__ = [
     "StorageWeakRef",
     "Watch",
     "allocation_events",
+    "autograd_refusal",
+    "before_backward",
     "boxed",
     "capture_failure",
     "compile_forward",
@@ -69,9 +72,12 @@ __all__ = [
     "is_random",
     "keep_missing_gradients",
     "map_tensors",
+    "may_be_eagers",
     "module_path",
+    "on_double_backward",
     "outside_tracing",
     "queue_delay",
+    "raised_in_trace",
     "runs_elsewhere",
     "saved_descriptors",
     "source_line",
@@ -117,6 +123,9 @@ class JointGraph:
 
 class Watch:
     """What wants to know when a compiled graph runs; this one wants to know nothing."""
+
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """The forward graph is about to run on ``inputs``, in the order of its placeholders."""
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """The forward graph has returned; ``outputs`` are what it returns and saves."""
@@ -278,6 +287,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 def _watched_forward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
+        watch.forward_begins(args)
         outputs = run(args)
         watch.forward_ends(outputs)
         return outputs
@@ -335,6 +345,34 @@ def keep_missing_gradients(node: Any) -> None:
     node.set_materialize_grads(False)
 
 
+def before_backward(node: Any, call: Callable[[], None]) -> None:
+    """Call ``call`` before the node's backward runs; what it raises comes out of the backward."""
+
+    def hook(gradients: Any) -> None:
+        call()
+
+    node.register_prehook(hook)
+
+
+def on_double_backward(node: Any, call: Callable[[], None]) -> None:
+    """Call ``call`` before anybody's backward goes through the backward of ``node``."""
+
+    def forbidden(gradients: Any) -> None:
+        call()
+
+    def ran(inputs: Any, outputs: Any) -> None:
+        made: set[Any] = {g.grad_fn for g in inputs if isinstance(g, torch.Tensor)}
+        for inner in made - {None}:
+            inner.register_prehook(forbidden)
+
+    def begins() -> None:
+        # A hook behind the backward keeps the tangents alive through it: only where it is needed.
+        if torch.is_grad_enabled():  # create_graph=True
+            node.register_hook(ran)
+
+    before_backward(node, begins)
+
+
 class _Farewell:
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
@@ -389,6 +427,43 @@ def capture_failure(error: BaseException) -> str | None:
     frames = _user_frames(text) or _user_frames(str(getattr(error, "real_stack", "") or ""))
     where = f"{frames[-1][0]}, line {frames[-1][1]}, in {frames[-1][2]}" if frames else ""
     return f"{where}: {head}" if where else head
+
+
+def autograd_refusal(error: BaseException) -> RuntimeError | None:
+    """Return autograd's own refusal of a model that overwrites what its backward needs, or None.
+
+    Differentiating meets it while it traces; eager meets it in its backward.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        inner = seen.inner_exception if isinstance(seen, BackendCompilerFailed) else seen
+        if type(inner) is RuntimeError and "modified by an inplace operation" in str(inner):
+            return inner
+        seen = inner.__cause__ or inner.__context__
+    return None
+
+
+def may_be_eagers(error: BaseException) -> bool:
+    """Return whether a trace ended by something that may end a plain run as well.
+
+    An operator refused its inputs, or the user's code raised.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (TorchRuntimeError, ObservedException)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def raised_in_trace(error: BaseException) -> bool:
+    """Return whether an error came out of Dynamo's tracing, not out of running what it traced."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == torch._dynamo.convert_frame.__file__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def is_operator_error(error: BaseException) -> bool:
@@ -605,9 +680,22 @@ class AllocationTracker(TorchDispatchMode):
         for key in [k for k, ref in self._outside.items() if ref.expired()]:
             del self._outside[key]
 
-    def is_innermost(self) -> bool:
-        """Return whether leaving it now leaves the right mode."""
-        return _get_current_dispatch_mode() is self
+    def leave(self) -> bool:
+        """Leave it wherever on this thread's stack it is; return whether that was possible.
+
+        Modes that the user has entered since stay. Inside a backward nothing can be left for good:
+        autograd puts the stack back when it returns.
+        """
+        stack = _get_current_dispatch_mode_stack()
+        if in_backward() or not any(mode is self for mode in stack):
+            return False
+        above = stack[[mode is self for mode in stack].index(True) + 1 :]
+        # Of the base class: the user's own enter and exit are not to run.
+        for mode in (*reversed(above), self):
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        for mode in above:
+            TorchDispatchMode.__enter__(mode)
+        return True
 
 
 def _strided(value: Any) -> list[torch.Tensor]:

@@ -352,6 +352,7 @@ def traced(
     Raises:
         CaptureError: the forward cannot be captured; the message names the user's line.
         InputError: the inputs do not fit the forward.
+        RuntimeError: autograd's own, where the model overwrites what its backward needs.
     """
     try:
         return compiled(*args, **kwargs)
@@ -359,9 +360,14 @@ def traced(
         own = _torch.user_error(error)
         if own is not None:
             raise own.with_traceback(None) from None
+        refusal = _torch.autograd_refusal(error)
+        if refusal is not None:
+            raise refusal from None
         reason = _torch.capture_failure(error)
         if reason is None:
-            raise
+            if isinstance(error, torch.OutOfMemoryError) or not _torch.raised_in_trace(error):
+                raise
+            reason = f"torch's tracer failed: {type(error).__name__}: {error}"
         _refuse_inputs(model, args, kwargs, error)
         name = type(model).__name__
         if _torch.is_operator_error(error):

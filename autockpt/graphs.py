@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autockpt import _torch
+from autockpt.backwards import Versions, versions
 from autockpt.capture import Capture
 from autockpt.device import Device
 from autockpt.formulate import Around
@@ -90,6 +91,7 @@ class Graph(_torch.Watch):
         made: its plan.
         saved: placeholders of what the forward saves, in order.
         settled: whether a step has been watched.
+        read: what the backward of the last forward reads of its inputs.
         found: after a watched step, what was found: the ``Around`` and the absent tangents.
     """
 
@@ -115,6 +117,7 @@ class Graph(_torch.Watch):
         self._outputs: list[_torch.StorageWeakRef | None] = []
         self._sizes: list[int] = []
         self._ran = False
+        self.read: Versions = []
         self._others: dict[frozenset[int], Callable[[list[Any]], Any]] = {}
 
     def known(self) -> Known:
@@ -140,6 +143,12 @@ class Graph(_torch.Watch):
         return no_more and rest == guess and less <= self.made.plan.peak_bytes // 200
 
     # -------------------------------------------------------------- running
+
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """Remember what the backward reads of the forward's inputs, and their versions."""
+        saved = {placeholder.name for placeholder in self.saved}
+        read = zip(self.captured.joint.primals, inputs, strict=False)  # seeds come after them
+        self.read = versions([value for primal, value in read if primal.name in saved])
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """Remember the user's outputs by weak references."""
@@ -198,12 +207,11 @@ class Graph(_torch.Watch):
             _torch.when_released(node, self.stop_watching)
 
     def stop_watching(self) -> None:
-        """Leave the counting mode; where the user's own mode stands on it, only turn it off."""
+        """Leave the counting mode; where it cannot be left now, only turn it off."""
         if self._tracker is None:
             return
         self._tracker.active = False
-        if self._tracker.is_innermost():
-            self._tracker.__exit__(None, None, None)
+        if self._tracker.leave():
             self._tracker = None
 
     def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:

@@ -19,8 +19,10 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from autockpt import _torch
+from autockpt.backwards import guard_backward
 from autockpt.capture import Capture, capture, read_joint, traced, training
 from autockpt.device import Device, device_of
+from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.planning import (
@@ -238,6 +240,7 @@ class Handle:
             output = traced(model, self._compiled, args, kwargs)
         except AutockptError as error:
             if not begun:
+                raise_as_eager(model, args, kwargs, error)
                 # Nothing fails silently, and no failure leaves the model changed.
                 self.detach()
                 raise
@@ -250,8 +253,11 @@ class Handle:
             self._inputs = None
         for node in _torch.compiled_nodes(output):
             _torch.keep_missing_gradients(node)
+            guard_backward(model, node, [one for graph in self._graphs for one in graph.read])
             for graph in self._graphs:
                 graph.watch_loss(node)
+        for graph in self._graphs:
+            graph.read = []
         return output
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
