@@ -12,6 +12,7 @@ import logging
 import operator
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -213,13 +214,15 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
         # Torch copies graph modules before it compiles them; a number in their meta survives.
         forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(watches)
         watches.append(watch)
+        forward.meta["autockpt_outputs"] = num_fwd_outputs
         return forward, backward
 
     def compiler(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         _give_no_buffer_away()
         run = boxed(module)
         if "autockpt_forward" in module.meta:
-            return _watched_forward(run, watches[module.meta["autockpt_forward"]])
+            watch = watches[module.meta["autockpt_forward"]]
+            return _watched_forward(run, watch, module.meta["autockpt_outputs"])
         if "autockpt_backward" in module.meta:
             return _watched_backward(run, watches[module.meta["autockpt_backward"]])
         return run
@@ -285,12 +288,18 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
-def _watched_forward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
+def _watched_forward(
+    run: Callable[[list[Any]], Any], watch: Watch, count: int
+) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         watch.forward_begins(args)
+        inputs = {id(arg) for arg in args if isinstance(arg, torch.Tensor)}
         outputs = run(args)
         watch.forward_ends(outputs)
-        return outputs
+        # Autograd saves an input as the tensor object it is: after ``p.data = ...`` the backward
+        # would read the new memory. A detached alias goes on to mean the memory of this forward.
+        saved = [o.detach() if id(o) in inputs else o for o in outputs[count:]]
+        return (*outputs[:count], *saved)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
@@ -365,10 +374,13 @@ def on_double_backward(node: Any, call: Callable[[], None]) -> None:
         for inner in made - {None}:
             inner.register_prehook(forbidden)
 
+    here = weakref.ref(node)  # the hook lives on the node: no cycle
+
     def begins() -> None:
         # A hook behind the backward keeps the tangents alive through it: only where it is needed.
-        if torch.is_grad_enabled():  # create_graph=True
-            node.register_hook(ran)
+        there = here()
+        if torch.is_grad_enabled() and there is not None:  # create_graph=True
+            there.register_hook(ran)
 
     before_backward(node, begins)
 
