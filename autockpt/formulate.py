@@ -68,6 +68,8 @@ class Around:
             ``loss_bytes`` counts it then.
         gradients_exist: gradients are accumulated into existing ones.
         optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
+        in_case: names of forward nodes that are saved for a backward that starts from other
+            outputs than the expected ones; this one does not read them.
     """
 
     resident_bytes: int = 0
@@ -77,6 +79,7 @@ class Around:
     gone: tuple[bool, ...] | None = None
     gradients_exist: bool = False
     optimizer_bytes: int = 0
+    in_case: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,10 @@ class _Builder:
             for s in own
         }
         held |= {storage for _, storage, _ in self.capture.gradients}
+        in_case = set(self.around.in_case)
+        held |= {
+            s for node, own in self.capture.lives_in.items() if node.name in in_case for s in own
+        }
         return {s for s in held if self._forward(s)}
 
     def _stale_inputs(self, arguments: Any) -> set[fx.Node]:

@@ -286,12 +286,7 @@ class Handle:
         key = graph_key(joint)
         captured, known, made = self._planned(joint, key)
         started = time.perf_counter()
-        forward, backward = rewrite(made.formulation, made.plan.schedule)
-        if captured.absent:
-            # Should the backward start from other outputs than assumed, it must be possible.
-            lacks = lacking(joint, saved_placeholders(backward, captured))
-            if lacks:
-                forward, backward = rewrite(made.formulation, made.plan.schedule, lacks)
+        known, made, forward, backward = self._written(joint, captured, known, made)
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
         made = Made(replace(made.plan, stages_s=stages), made.formulation)
         graph = Graph(key, joint, captured, known, made, self._device())
@@ -299,6 +294,27 @@ class Handle:
         self._graphs.append(graph)
         self._show(made.plan)
         return forward, backward, graph
+
+    def _written(
+        self, joint: _torch.JointGraph, captured: Capture, known: Known, made: Made
+    ) -> tuple[Known, Made, fx.GraphModule, fx.GraphModule]:
+        """Write a plan's graphs; where the plan must change for it, return the one written.
+
+        Should the backward start from other outputs than assumed, it must be possible. What is
+        saved for that alone takes memory as well, so the plan has to know of it.
+        """
+        while True:
+            in_case = known.around.in_case
+            forward, backward = rewrite(made.formulation, made.plan.schedule, in_case)
+            lacks = lacking(joint, saved_placeholders(backward, captured))
+            if not captured.absent or not set(lacks) - set(in_case):
+                return known, made, forward, backward
+            around = replace(known.around, in_case=tuple(sorted({*in_case, *lacks})))
+            known = replace(known, around=around)
+            same = self._unchanged(captured, around, made.plan)
+            if same is None or not self._within_budget(same.plan):
+                same = self._settled(captured, around)
+            made = same
 
     def _planned(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
         """Plan a joint graph with what is known of it, or with a guess at what is not."""
@@ -388,7 +404,7 @@ class Handle:
         """Make a graph's plan true to a watched step; return whether its code must change."""
         self._started = time.perf_counter()
         if absent != graph.captured.absent:
-            self._known[graph.key] = Known(around, absent, settled=True)
+            self._known[graph.key] = graph.known_as(replace(around, in_case=()), absent)
             return True
         if graph.guessed_well(around) and self._within_budget(graph.made.plan):
             return False
@@ -402,7 +418,7 @@ class Handle:
             graph.around, graph.made = around, made
             self._show(made.plan)
             return False
-        self._known[graph.key] = Known(around, absent, made.plan, settled=True)
+        self._known[graph.key] = replace(graph.known_as(around, absent), plan=made.plan)
         return True
 
     def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:
