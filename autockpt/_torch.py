@@ -13,7 +13,7 @@ import operator
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.convert_frame
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch.compiler.config as compiler_config
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
@@ -64,6 +65,7 @@ __all__ = [
     "capture_failure",
     "compile_forward",
     "compiled_nodes",
+    "counters_of",
     "fake_mode_of",
     "getitem_index",
     "in_backward",
@@ -182,12 +184,32 @@ def saved_descriptors(saved: Sequence[fx.Node]) -> list[Any]:
 # ------------------------------------------------------------------ compiling a module's forward
 
 
-def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any]:
+def counters_of(model: nn.Module) -> dict[str, int]:
+    """Return the integers among the attributes of the model's modules, by Dynamo's name for them.
+
+    The name is a regular expression, since Dynamo writes submodules in several ways:
+    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        parts = [rf"\W+(__dict__\W+)?(_modules\W+)?{part}" for part in path.split(".") if part]
+        for name, value in vars(module).items():
+            if type(value) is int:
+                found[rf"L\['model'\]{''.join(parts)}\W+{name}$"] = value
+    return found
+
+
+def compile_forward(
+    model: nn.Module, partition: Partition, counters: Collection[str] = ()
+) -> Callable[..., Any]:
     """Return a callable that runs ``model`` like ``model(...)``, through ``partition``'s graphs.
 
     Dynamo traces the call (hooks included) at its first run and again when its guards fail. For
     each graph that needs gradients ``partition`` is called once with the joint graph; a graph
     without gradients runs as it was traced.
+
+    ``counters`` are names as :func:`counters_of` gives them: a trace holds for any value of theirs,
+    where otherwise it is made anew for each.
 
     The traced function gets a code object of its own: Dynamo keeps its cache and its recompile
     limit per code object, so that models do not share them and dropping the callable drops them.
@@ -243,14 +265,19 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
             )(module, inputs)
         return compiled
 
+    varying: Any = compiler_config
     compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Hooks that come and go after the capture are guarded on.
-        with dynamo_config.patch(
-            ignore_logging_functions=_said_once(),
-            skip_nnmodule_hook_guards=False,
-            recompile_limit=_SIGNATURES,
+        with (
+            dynamo_config.patch(
+                ignore_logging_functions=_said_once(),
+                skip_nnmodule_hook_guards=False,
+                recompile_limit=_SIGNATURES,
+                allow_unspec_int_on_nn_module=bool(counters),
+            ),
+            varying.patch(dynamic_sources=",".join(sorted(counters))),
         ):
             return compiled(*args, **kwargs)
 

@@ -174,6 +174,8 @@ class Handle:
         self._inputs: Any = None
         self._started = 0.0
         self._warned = False
+        self._counters: frozenset[str] = frozenset()
+        self._counts = True
 
     # -------------------------------------------------------------- on and off the model
 
@@ -234,10 +236,7 @@ class Handle:
         try:
             self._inputs = (args, kwargs)
             self._revise()
-            if self._compiled is None:
-                self._compiled = _torch.compile_forward(model, self._partition)
-            self._started = time.perf_counter()
-            output = traced(model, self._compiled, args, kwargs)
+            output = self._traced(args, kwargs)
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
@@ -259,6 +258,39 @@ class Handle:
         for graph in self._graphs:
             graph.read = []
         return output
+
+    def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the compiled forward, and compile it first where that is to be done.
+
+        A forward that counts its calls in Python would be traced anew at each of them. What a
+        forward has changed is taken for such a counter, and traced as a number that varies;
+        where that cannot be planned, it is traced for each value after all.
+        """
+        traces = len(self._graphs)
+        before = _torch.counters_of(self.model) if self._compiled is None else {}
+        if self._compiled is None:
+            self._compiled = _torch.compile_forward(self.model, self._partition, self._counters)
+        self._started = time.perf_counter()
+        try:
+            output = traced(self.model, self._compiled, args, kwargs)
+        except AutockptError:
+            if not self._counters:
+                raise
+            self._counters, self._counts, self._compiled = frozenset(), False, None
+            del self._graphs[traces:]
+            return self._traced(args, kwargs)
+        after = _torch.counters_of(self.model) if before and self._counts else {}
+        changed = {name for name, value in after.items() if before.get(name, value) != value}
+        if changed - self._counters:
+            self._counters |= changed
+            self._renew()
+        return output
+
+    def _renew(self) -> None:
+        """Have the forward compiled again; what is known of each graph spares the rest."""
+        for graph in self._graphs:
+            self._known.setdefault(graph.key, graph.known())
+        self._compiled = None
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Plan a training forward with these inputs, without running the model."""
@@ -394,10 +426,8 @@ class Handle:
                 continue
             graph.settled, graph.found = True, (around, absent)
             if self._revised(graph, around, absent):
-                # Dynamo compiles again; what is known of each graph spares the rest.
-                for other in self._graphs:
-                    self._known.setdefault(other.key, other.known())
-                self._graphs, self._compiled = [], None
+                self._renew()
+                self._graphs = []
                 return
 
     def _revised(self, graph: Graph, around: Around, absent: frozenset[int]) -> bool:
