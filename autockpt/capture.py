@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -360,9 +361,11 @@ def traced(
         InputError: the inputs do not fit the forward.
         RuntimeError: autograd's own, where the model overwrites what its backward needs.
     """
+    ambient = sys.exc_info()[1]
     try:
         return compiled(*args, **kwargs)
     except Exception as error:
+        _torch.forget_context(error, ambient)
         own = _torch.user_error(error)
         if own is not None:
             raise own.with_traceback(None) from None

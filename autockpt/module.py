@@ -37,6 +37,7 @@ from autockpt.planning import (
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
+from autockpt.several import Several
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import (
     AutockptError,
@@ -97,7 +98,8 @@ def optimize(
         recompute: patterns of module paths whose inner results are not kept.
         inplace: whether in-place operations are allowed; this release applies none.
         arena: None or False; the memory pool is not part of this release.
-        fullgraph: a model that does not capture as one graph is an error either way.
+        fullgraph: a model that does not capture as one graph is an error; else it runs as several
+            graphs under the one budget, planned when a first step has shown them.
         plan: a plan, or the file of one, to use instead of searching.
         progress: called with a line of text now and then while planning.
 
@@ -121,9 +123,15 @@ def optimize(
     ):
         if asked:
             raise InputError(f"{option} is not part of this release: leave it at its default.")
-    del inplace, fullgraph  # either value is what this release does
+    del inplace  # either value is what this release does
     options = options_of(
-        budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute, given=plan
+        budget,
+        solver=solver,
+        time_limit=time_limit,
+        keep=keep,
+        recompute=recompute,
+        given=plan,
+        fullgraph=fullgraph,
     )
     handle = Handle(model, options, optimizer, progress)
     if example_inputs is not None or example_kwargs is not None:
@@ -169,6 +177,7 @@ class Handle:
 
     def _forget(self) -> None:
         self._compiled: Callable[..., Any] | None = None
+        self._several: Several | None = None
         self._known: dict[str, Known] = {}
         self._graphs: list[Graph] = []
         self._inputs: Any = None
@@ -189,6 +198,8 @@ class Handle:
         """Take this handle off the model."""
         for graph in self._graphs:
             graph.stop_watching()
+        if self._several is not None:
+            self._several.end()
         for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
             if name in _SHORT_CUTS and not self._may_show(name):
                 continue
@@ -230,9 +241,12 @@ class Handle:
         plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
         if plain or _torch.runs_elsewhere():
             return model._call_impl(*args, **kwargs)
+        if self._several is not None:
+            return self._run_several(args, kwargs)
         for graph in self._graphs:
             graph.stop_watching()
         begun = bool(self._graphs)
+        failure = ""
         try:
             self._inputs = (args, kwargs)
             self._revise()
@@ -240,16 +254,24 @@ class Handle:
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
-                # Nothing fails silently, and no failure leaves the model changed.
-                self.detach()
-                raise
+                if not (isinstance(error, CaptureError) and self._may_divide()):
+                    # Nothing fails silently, and no failure leaves the model changed.
+                    self.detach()
+                    raise
+            failure = str(error)
+        finally:
+            self._inputs = None
+        # Outside the handler: what fails from here on has nothing to do with that error.
+        if failure and not begun:
+            self._several = Several(model, self.options, device_of(_device(model)), self._around)
+            self._several.begin(failure)
+            return self._run_several(args, kwargs)
+        if failure:
             # A run that has begun is not broken off: either eager has an error of its own for
             # these inputs, or it trains on them, without a plan.
             output = model._call_impl(*args, **kwargs)
-            self._warn("these inputs run without a plan, and without a budget: %s", error)
+            self._warn("these inputs run without a plan, and without a budget: %s", failure)
             return output
-        finally:
-            self._inputs = None
         for node in _torch.compiled_nodes(output):
             _torch.keep_missing_gradients(node)
             guard_backward(model, node, [one for graph in self._graphs for one in graph.read])
@@ -291,6 +313,24 @@ class Handle:
         for graph in self._graphs:
             self._known.setdefault(graph.key, graph.known())
         self._compiled = None
+
+    def _may_divide(self) -> bool:
+        """Whether a model that cannot be captured whole may run as several graphs."""
+        options = self.options
+        return not options.fullgraph and options.given is None and not options.pins
+
+    def _run_several(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._several is not None
+        self._inputs = (args, kwargs)
+        try:
+            output = self._several(args, kwargs)
+        except InfeasibleBudget:
+            self.detach()
+            raise
+        finally:
+            self._inputs = None
+        self._show(self._several.plan)
+        return output
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Plan a training forward with these inputs, without running the model."""
