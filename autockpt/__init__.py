@@ -6,6 +6,7 @@ from autockpt_solvers.errors import (
     AutockptError,
     BudgetError,
     CaptureError,
+    DoubleBackward,
     InfeasibleBudget,
     InputError,
     PinError,
@@ -13,6 +14,7 @@ from autockpt_solvers.errors import (
     PlanMismatch,
     ScheduleError,
     SolverError,
+    StaleInput,
     StepError,
 )
 from autockpt_solvers.plan import Plan
@@ -21,6 +23,7 @@ __all__ = [
     "AutockptError",
     "BudgetError",
     "CaptureError",
+    "DoubleBackward",
     "InfeasibleBudget",
     "InputError",
     "PinError",
@@ -29,6 +32,7 @@ __all__ = [
     "PlanMismatch",
     "ScheduleError",
     "SolverError",
+    "StaleInput",
     "StepError",
     "optimize",
     "plan",

@@ -12,24 +12,30 @@ import logging
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._dynamo.convert_frame
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch.compiler.config as compiler_config
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    ObservedException,
     TorchDynamoException,
     TorchRuntimeError,
     Unsupported,
 )
+from torch._dynamo.types import ConvertFrameReturn
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     SavedForBackwardsAOTOutput,
@@ -43,7 +49,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -53,27 +58,41 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "JointGraph",
+    "OperatorMode",
     "StorageWeakRef",
     "Watch",
     "allocation_events",
+    "at_backward_end",
+    "autograd_refusal",
+    "before_backward",
     "boxed",
     "capture_failure",
     "compile_forward",
+    "compile_pieces",
+    "compiled_behind",
     "compiled_nodes",
+    "counters_of",
     "fake_mode_of",
+    "forget_context",
     "getitem_index",
     "has_gradient_hooks",
     "in_backward",
     "is_fake",
     "is_operator",
     "is_operator_error",
+    "is_profiled",
     "is_random",
     "keep_missing_gradients",
     "leaves_of_running_node",
     "map_tensors",
+    "may_be_eagers",
     "module_path",
+    "nodes_of",
+    "on_double_backward",
+    "opaque",
     "outside_tracing",
     "queue_delay",
+    "raised_in_trace",
     "runs_elsewhere",
     "saved_descriptors",
     "source_line",
@@ -85,6 +104,9 @@ __all__ = [
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
 _SIGNATURES = 64
+# The same for a frame that a graph broke in: a number read from a tensor is guarded on by its
+# value, which changes with every step.
+_RESUMED = 3
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
 
@@ -119,6 +141,13 @@ class JointGraph:
 
 class Watch:
     """What wants to know when a compiled graph runs; this one wants to know nothing."""
+
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """The forward graph is about to run on ``inputs``, in the order of its placeholders."""
+
+    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the forward graph on its inputs, and return what it returns and saves."""
+        return run(args)
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """The forward graph has returned; ``outputs`` are what it returns and saves."""
@@ -174,12 +203,32 @@ def saved_descriptors(saved: Sequence[fx.Node]) -> list[Any]:
 # ------------------------------------------------------------------ compiling a module's forward
 
 
-def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any]:
+def counters_of(model: nn.Module) -> dict[str, int]:
+    """Return the integers among the attributes of the model's modules, by Dynamo's name for them.
+
+    The name is a regular expression, since Dynamo writes submodules in several ways:
+    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        parts = [rf"\W+(__dict__\W+)?(_modules\W+)?{part}" for part in path.split(".") if part]
+        for name, value in vars(module).items():
+            if type(value) is int:
+                found[rf"L\['model'\]{''.join(parts)}\W+{name}$"] = value
+    return found
+
+
+def compile_forward(
+    model: nn.Module, partition: Partition, counters: Collection[str] = ()
+) -> Callable[..., Any]:
     """Return a callable that runs ``model`` like ``model(...)``, through ``partition``'s graphs.
 
     Dynamo traces the call (hooks included) at its first run and again when its guards fail. For
     each graph that needs gradients ``partition`` is called once with the joint graph; a graph
     without gradients runs as it was traced.
+
+    ``counters`` are names as :func:`counters_of` gives them: a trace holds for any value of theirs,
+    where otherwise it is made anew for each.
 
     The traced function gets a code object of its own: Dynamo keeps its cache and its recompile
     limit per code object, so that models do not share them and dropping the callable drops them.
@@ -197,6 +246,95 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
     )
     entry.__kwdefaults__ = autockpt_forward.__kwdefaults__
 
+    compiled = torch.compile(entry, backend=_backend(partition), fullgraph=True, dynamic=False)
+    return _patched(compiled, counters=counters)
+
+
+def compile_pieces(
+    model: nn.Module, partition: Partition, skipped: Callable[[], None]
+) -> Callable[..., Any]:
+    """Return a callable that runs ``model.forward`` as several graphs, with plain Python between.
+
+    Where Dynamo cannot trace on, a graph ends; what it cannot trace runs plainly, and so does
+    everything called from there. ``partition`` is called with each graph in turn. Where nothing of
+    a frame can be traced (a loop with a break inside), ``skipped`` is called and it runs plainly.
+
+    Hooks of the model itself are not run: for a model without them.
+    """
+    # The user's own code object would be shared with other models and with torch.compile.
+    own = getattr(model.forward, "__func__", None)
+    if own is None or not isinstance(own, types.FunctionType):
+        skipped()
+        return model._call_impl
+    entry = types.FunctionType(
+        own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
+    )
+    entry.__kwdefaults__ = own.__kwdefaults__
+    context: Any = torch._dynamo.optimize(_backend(partition), nopython=False, dynamic=False)
+    context.callback = _OwnFrames(context.callback, entry.__code__, skipped)
+    compiled = context(entry)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(model, *args, **kwargs)
+
+    return _patched(call, limit=_RESUMED)
+
+
+class _OwnFrames:
+    """Dynamo's callback for new frames, kept to one function and what is resumed of it."""
+
+    def __init__(
+        self, inner: Callable[..., Any], code: types.CodeType, skipped: Callable[[], None]
+    ) -> None:
+        self._torchdynamo_orig_backend = self.inner = inner
+        self.code = code
+        self.skipped = skipped
+
+    def __call__(self, frame: Any, cache_entry: Any, state: Any) -> ConvertFrameReturn:
+        code = frame.f_code
+        if code is self.code or code.co_name.startswith("torch_dynamo_resume_in"):
+            # What has run of the step cannot run again: a frame that fails to trace runs plainly.
+            with contextlib.suppress(Exception):
+                result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
+                if result.guarded_code is not None:
+                    return result
+            self.skipped()
+        # Not for good: the code object is the user's, and others may trace it.
+        return ConvertFrameReturn(
+            frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
+            apply_to_code=False,
+        )
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one that no trace looks into."""
+    hidden: Callable[..., Any] = torch._dynamo.disable(function)
+    return hidden
+
+
+def _patched(
+    compiled: Callable[..., Any], limit: int = _SIGNATURES, counters: Collection[str] = ()
+) -> Callable[..., Any]:
+    varying: Any = compiler_config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Hooks that come and go after the capture are guarded on.
+        with (
+            dynamo_config.patch(
+                ignore_logging_functions=_said_once(),
+                skip_nnmodule_hook_guards=False,
+                recompile_limit=limit,
+                allow_unspec_int_on_nn_module=bool(counters),
+            ),
+            varying.patch(dynamic_sources=",".join(sorted(counters))),
+        ):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _backend(partition: Partition) -> Callable[..., Any]:
+    """Return a Dynamo backend that runs ``partition``'s graphs."""
     watches: list[Watch] = []
 
     def partition_fn(
@@ -206,13 +344,15 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
         # Torch copies graph modules before it compiles them; a number in their meta survives.
         forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(watches)
         watches.append(watch)
+        forward.meta["autockpt_outputs"] = num_fwd_outputs
         return forward, backward
 
     def compiler(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         _give_no_buffer_away()
         run = boxed(module)
         if "autockpt_forward" in module.meta:
-            return _watched_forward(run, watches[module.meta["autockpt_forward"]])
+            watch = watches[module.meta["autockpt_forward"]]
+            return _watched_forward(run, watch, module.meta["autockpt_outputs"])
         if "autockpt_backward" in module.meta:
             return _watched_backward(run, watches[module.meta["autockpt_backward"]])
         return run
@@ -233,18 +373,7 @@ def compile_forward(model: nn.Module, partition: Partition) -> Callable[..., Any
             )(module, inputs)
         return compiled
 
-    compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Hooks that come and go after the capture are guarded on.
-        with dynamo_config.patch(
-            ignore_logging_functions=_said_once(),
-            skip_nnmodule_hook_guards=False,
-            recompile_limit=_SIGNATURES,
-        ):
-            return compiled(*args, **kwargs)
-
-    return call
+    return backend
 
 
 def _give_no_buffer_away() -> None:
@@ -278,11 +407,18 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
-def _watched_forward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
+def _watched_forward(
+    run: Callable[[list[Any]], Any], watch: Watch, count: int
+) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
-        outputs = run(args)
+        watch.forward_begins(args)
+        inputs = {id(arg) for arg in args if isinstance(arg, torch.Tensor)}
+        outputs = watch.run_forward(run, args)
         watch.forward_ends(outputs)
-        return outputs
+        # Autograd saves an input as the tensor object it is: after ``p.data = ...`` the backward
+        # would read the new memory. A detached alias goes on to mean the memory of this forward.
+        saved = [o.detach() if id(o) in inputs else o for o in outputs[count:]]
+        return (*outputs[:count], *saved)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
@@ -311,6 +447,34 @@ def compiled_nodes(output: Any) -> list[Any]:
     return found
 
 
+def compiled_behind(output: Any) -> list[Any]:
+    """Return the autograd nodes of all compiled functions that a forward's output depends on."""
+    found: list[Any] = []
+    seen: set[Any] = set()
+    waiting = [leaf.grad_fn for leaf in _tensors_anywhere(output)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__.startswith("CompiledFunction"):
+            found.append(node)
+        waiting += [inner for inner, _ in node.next_functions]
+    return found
+
+
+def nodes_of(output: Any) -> list[Any]:
+    """Return the autograd nodes that made the tensors of a forward's output."""
+    nodes = (leaf.grad_fn for leaf in _tensors_anywhere(output))
+    return list(dict.fromkeys(node for node in nodes if node is not None))
+
+
+def at_backward_end(call: Callable[[], None]) -> None:
+    """From inside a backward: call ``call`` when all of it is done."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
 def _tensors_anywhere(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
     """Yield the tensors in a model's output, of whatever classes it is made."""
     if isinstance(value, torch.Tensor):
@@ -335,6 +499,37 @@ def keep_missing_gradients(node: Any) -> None:
     Autograd fills them with zeros unless the function object is told otherwise.
     """
     node.set_materialize_grads(False)
+
+
+def before_backward(node: Any, call: Callable[[], None]) -> None:
+    """Call ``call`` before the node's backward runs; what it raises comes out of the backward."""
+
+    def hook(gradients: Any) -> None:
+        call()
+
+    node.register_prehook(hook)
+
+
+def on_double_backward(node: Any, call: Callable[[], None]) -> None:
+    """Call ``call`` before anybody's backward goes through the backward of ``node``."""
+
+    def forbidden(gradients: Any) -> None:
+        call()
+
+    def ran(inputs: Any, outputs: Any) -> None:
+        made: set[Any] = {g.grad_fn for g in inputs if isinstance(g, torch.Tensor)}
+        for inner in made - {None}:
+            inner.register_prehook(forbidden)
+
+    here = weakref.ref(node)  # the hook lives on the node: no cycle
+
+    def begins() -> None:
+        # A hook behind the backward keeps the tangents alive through it: only where it is needed.
+        there = here()
+        if torch.is_grad_enabled() and there is not None:  # create_graph=True
+            there.register_hook(ran)
+
+    before_backward(node, begins)
 
 
 class _Farewell:
@@ -365,6 +560,18 @@ def outside_tracing() -> Iterator[None]:
 # ------------------------------------------------------------------ errors of a trace
 
 
+def forget_context(error: BaseException, ambient: BaseException | None) -> None:
+    """Cut off of an error what was being handled already where its call began.
+
+    Python hangs it on as context; it has nothing to do with why the call failed.
+    """
+    seen: BaseException | None = error
+    while seen is not None and ambient is not None:
+        if seen.__context__ is ambient:
+            seen.__context__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
 def user_error(error: BaseException) -> BaseException | None:
     """Return the error that our own code raised inside a trace, or None."""
     seen: BaseException | None = error
@@ -391,6 +598,43 @@ def capture_failure(error: BaseException) -> str | None:
     frames = _user_frames(text) or _user_frames(str(getattr(error, "real_stack", "") or ""))
     where = f"{frames[-1][0]}, line {frames[-1][1]}, in {frames[-1][2]}" if frames else ""
     return f"{where}: {head}" if where else head
+
+
+def autograd_refusal(error: BaseException) -> RuntimeError | None:
+    """Return autograd's own refusal of a model that overwrites what its backward needs, or None.
+
+    Differentiating meets it while it traces; eager meets it in its backward.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        inner = seen.inner_exception if isinstance(seen, BackendCompilerFailed) else seen
+        if type(inner) is RuntimeError and "modified by an inplace operation" in str(inner):
+            return inner
+        seen = inner.__cause__ or inner.__context__
+    return None
+
+
+def may_be_eagers(error: BaseException) -> bool:
+    """Return whether a trace ended by something that may end a plain run as well.
+
+    An operator refused its inputs, or the user's code raised.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (TorchRuntimeError, ObservedException)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def raised_in_trace(error: BaseException) -> bool:
+    """Return whether an error came out of Dynamo's tracing, not out of running what it traced."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == torch._dynamo.convert_frame.__file__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def is_operator_error(error: BaseException) -> bool:
@@ -493,7 +737,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    path = path.replace("L['model']", "", 1)
+    path = re.sub(r"^L\['\w+'\]", "", path)
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", path)
     return path.strip(".")
@@ -517,10 +761,15 @@ def allocation_events(run: Callable[[], Any]) -> list[int]:
     A thread can hold one profiler only. Where the user is profiling this one, the run takes place
     in a thread of its own.
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not is_profiled():
         return _legacy_events(run)
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(_without_gradients, run).result()
+
+
+def is_profiled() -> bool:
+    """Return whether the user is profiling this thread: the allocator's events go there."""
+    return bool(torch._C._autograd._profiler_enabled())
 
 
 def _without_gradients(run: Callable[[], Any]) -> list[int]:
@@ -626,9 +875,49 @@ class AllocationTracker(TorchDispatchMode):
         for key in [k for k, ref in self._outside.items() if ref.expired()]:
             del self._outside[key]
 
-    def is_innermost(self) -> bool:
-        """Return whether leaving it now leaves the right mode."""
-        return _get_current_dispatch_mode() is self
+    def leave(self) -> bool:
+        """Leave it wherever on this thread's stack it is; return whether that was possible.
+
+        Modes that the user has entered since stay. Inside a backward nothing can be left for good:
+        autograd puts the stack back when it returns.
+        """
+        return _leave(self)
+
+
+def _leave(own: TorchDispatchMode) -> bool:
+    stack = _get_current_dispatch_mode_stack()
+    if in_backward() or not any(mode is own for mode in stack):
+        return False
+    above = stack[[mode is own for mode in stack].index(True) + 1 :]
+    # Of the base class: the user's own enter and exit are not to run.
+    for mode in (*reversed(above), own):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    for mode in above:
+        TorchDispatchMode.__enter__(mode)
+    return True
+
+
+class OperatorMode(TorchDispatchMode):
+    """While entered, hands every operator to a function that runs it: ``see(run, inputs)``."""
+
+    def __init__(self, see: Callable[[str, Callable[[], Any], list[torch.Tensor]], Any]) -> None:
+        super().__init__()
+        self.see = see
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """It changes nothing that operators do: compiling under it is safe."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def run() -> Any:
+            return func(*args, **(kwargs or {}))
+
+        return self.see(str(func), run, _strided((args, kwargs)))
+
+    def leave(self) -> bool:
+        """See :meth:`AllocationTracker.leave`."""
+        return _leave(self)
 
 
 def _strided(value: Any) -> list[torch.Tensor]:

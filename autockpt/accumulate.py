@@ -106,8 +106,8 @@ def _add_product(
 def accumulating(backward: fx.GraphModule, capture: Capture) -> tuple[fx.GraphModule, list[int]]:
     """Return the graph that accumulates, and the positions of the primals it does so for.
 
-    It takes what ``backward`` takes and then one argument for each of these primals, its gradient or
-    None, and returns None in the place of what it has added.
+    It takes what ``backward`` takes and then one argument for each of these primals, its gradient
+    or None, and returns None in the place of what it has added.
 
     Args:
         backward: as :func:`autockpt.rewrite.rewrite` makes it; left as it is.
@@ -130,7 +130,9 @@ def accumulating(backward: fx.GraphModule, capture: Capture) -> tuple[fx.GraphMo
     for position in positions:
         with graph.inserting_after(last):
             last = graph.placeholder(f"gradient_of_{joint.primals[position].name}")
-        outputs[position] = _accumulated(graph, outputs[position], last, own_products)
+        value = outputs[position]
+        assert isinstance(value, fx.Node)
+        outputs[position] = _accumulated(graph, value, last, own_products)
     graph.output(tuple(outputs))
     graph.lint()
     return fx.GraphModule(backward, graph), positions
@@ -197,6 +199,14 @@ class Accumulating(_torch.Watch):
         self._run: Callable[[list[Any]], Any] | None = None
         self._positions: list[int] = []
         self._count = len(capture.joint.primals)
+
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """Pass on."""
+        self.inner.forward_begins(inputs)
+
+    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Pass on."""
+        return self.inner.run_forward(run, args)
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """Pass on."""

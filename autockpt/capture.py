@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -274,6 +275,12 @@ def _refuse(node: fx.Node) -> None:
                 "cannot be planned. Replace it by an operation of fixed size "
                 "(torch.where instead of a boolean index, for instance)."
             )
+    varying = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymInt)]
+    if varying and tensors(node):
+        raise CaptureError(
+            f"{where}: {node.target} reads a number that varies from call to call, which is not "
+            "planned for. Give it as a tensor."
+        )
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         raise CaptureError(
@@ -352,16 +359,24 @@ def traced(
     Raises:
         CaptureError: the forward cannot be captured; the message names the user's line.
         InputError: the inputs do not fit the forward.
+        RuntimeError: autograd's own, where the model overwrites what its backward needs.
     """
+    ambient = sys.exc_info()[1]
     try:
         return compiled(*args, **kwargs)
     except Exception as error:
+        _torch.forget_context(error, ambient)
         own = _torch.user_error(error)
         if own is not None:
             raise own.with_traceback(None) from None
+        refusal = _torch.autograd_refusal(error)
+        if refusal is not None:
+            raise refusal from None
         reason = _torch.capture_failure(error)
         if reason is None:
-            raise
+            if isinstance(error, torch.OutOfMemoryError) or not _torch.raised_in_trace(error):
+                raise
+            reason = f"torch's tracer failed: {type(error).__name__}: {error}"
         _refuse_inputs(model, args, kwargs, error)
         name = type(model).__name__
         if _torch.is_operator_error(error):

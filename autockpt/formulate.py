@@ -71,6 +71,8 @@ class Around:
         accumulates: they are added to existing ones inside it, each where it is made; no
             gradient is among ``resident_bytes`` then.
         optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
+        in_case: names of forward nodes that are saved for a backward that starts from other
+            outputs than the expected ones; this one does not read them.
     """
 
     resident_bytes: int = 0
@@ -81,6 +83,7 @@ class Around:
     gradients_exist: bool = False
     accumulates: bool = False
     optimizer_bytes: int = 0
+    in_case: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,10 @@ class _Builder:
             for s in own
         }
         held |= {storage for _, storage, _ in self.capture.gradients}
+        in_case = set(self.around.in_case)
+        held |= {
+            s for node, own in self.capture.lives_in.items() if node.name in in_case for s in own
+        }
         return {s for s in held if self._forward(s)}
 
     def _stale_inputs(self, arguments: Any) -> set[fx.Node]:
@@ -486,11 +493,7 @@ class _Builder:
 
     def _is_copied(self, node: fx.Node, storage: int, primal: fx.Node) -> bool:
         times = sum(node is other for other, _, _ in self.capture.gradients)
-        return (
-            storage < 0
-            or times > 1
-            or not _same_layout(tensors(node)[0], tensors(primal)[0])
-        )
+        return storage < 0 or times > 1 or not _same_layout(tensors(node)[0], tensors(primal)[0])
 
     def _take_over(self, node: fx.Node, storage: int, outputs: tuple[int, ...]) -> None:
         # Outside memory (a gradient that is an input itself) is nothing to read.

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autockpt import _torch
+from autockpt.backwards import Versions, versions
 from autockpt.capture import Capture
 from autockpt.device import Device
 from autockpt.formulate import Around
@@ -37,12 +38,14 @@ class Known:
         absent: tangents that do not arrive; None where it is not known.
         plan: a plan made before, to be used again; None where one is to be made.
         settled: whether a step was watched, so that nothing is guessed.
+        watched: the number of steps watched so far.
     """
 
     around: Around
     absent: frozenset[int] | None = None
     plan: Plan | None = None
     settled: bool = False
+    watched: int = 0
 
 
 def graph_key(joint: _torch.JointGraph) -> str:
@@ -90,6 +93,10 @@ class Graph(_torch.Watch):
         made: its plan.
         saved: placeholders of what the forward saves, in order.
         settled: whether a step has been watched.
+        watched: the number of steps watched under earlier plans of this graph.
+        unsure: whether the user may have let go of an output that the forward saves itself, which
+            looks as if he held it.
+        read: what the backward of the last forward reads of its inputs.
         found: after a watched step, what was found: the ``Around`` and the absent tangents.
     """
 
@@ -110,16 +117,25 @@ class Graph(_torch.Watch):
         self.device = device
         self.saved: tuple[fx.Node, ...] = ()
         self.settled = known.settled
+        self.watched = known.watched
+        self.unsure = False
         self.found: tuple[Around, frozenset[int]] | None = None
         self._tracker: _torch.AllocationTracker | None = None
         self._outputs: list[_torch.StorageWeakRef | None] = []
+        self._own: list[bool] = []
         self._sizes: list[int] = []
         self._ran = False
+        self.read: Versions = []
         self._others: dict[frozenset[int], Callable[[list[Any]], Any]] = {}
 
     def known(self) -> Known:
         """Return what is known of this graph, for compiling it again."""
-        return Known(self.around, self.captured.absent, self.made.plan, self.settled)
+        return Known(self.around, self.captured.absent, self.made.plan, self.settled, self.watched)
+
+    def known_as(self, around: Around, absent: frozenset[int]) -> Known:
+        """Return what is known after a watched step; it is watched again where it left doubts."""
+        settled = not self.unsure or self.watched > 0
+        return Known(around, absent, None, settled, self.watched + 1)
 
     def guessed_well(self, around: Around) -> bool:
         """Return whether what a step was found to do fits the guess closely enough to keep it.
@@ -141,6 +157,12 @@ class Graph(_torch.Watch):
 
     # -------------------------------------------------------------- running
 
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """Remember what the backward reads of the forward's inputs, and their versions."""
+        saved = {placeholder.name for placeholder in self.saved}
+        read = zip(self.captured.joint.primals, inputs, strict=False)  # seeds come after them
+        self.read = versions([value for primal, value in read if primal.name in saved])
+
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """Remember the user's outputs by weak references."""
         if self.settled:
@@ -152,6 +174,15 @@ class Graph(_torch.Watch):
             if isinstance(value, torch.Tensor) and own
             else None
             for value, own in zip(user, self.captured.outputs, strict=True)
+        ]
+        saved = {
+            _torch.storage_key(value)
+            for value in outputs[len(self.captured.outputs) :]
+            if isinstance(value, torch.Tensor)
+        }
+        self._own = [
+            ref is not None and _torch.storage_key(value) in saved
+            for value, ref in zip(user, self._outputs, strict=True)
         ]
         self._sizes = [
             self.device.round_up(value.untyped_storage().nbytes()) if ref is not None else 0
@@ -198,16 +229,22 @@ class Graph(_torch.Watch):
             _torch.when_released(node, self.stop_watching)
 
     def stop_watching(self) -> None:
-        """Leave the counting mode; where the user's own mode stands on it, only turn it off."""
+        """Leave the counting mode; where it cannot be left now, only turn it off."""
         if self._tracker is None:
             return
         self._tracker.active = False
-        if self._tracker.is_innermost():
-            self._tracker.__exit__(None, None, None)
+        if self._tracker.leave():
             self._tracker = None
 
     def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:
         gone = tuple(ref is not None and ref.expired() for ref in self._outputs)
+        self.unsure = any(own and not early for own, early in zip(self._own, gone, strict=True))
+        if self.around.gone is not None:
+            # Seen under another plan, which did not save them.
+            gone = tuple(
+                early or (own and before)
+                for early, own, before in zip(gone, self._own, self.around.gone, strict=True)
+            )
         loss_bytes = held = 0
         if self._tracker is not None:
             self._tracker.active = False
@@ -220,8 +257,8 @@ class Graph(_torch.Watch):
             )
             distinct = {
                 ref.cdata: size
-                for ref, size, early in zip(self._outputs, self._sizes, gone, strict=True)
-                if ref is not None and not early
+                for ref, size in zip(self._outputs, self._sizes, strict=True)
+                if ref is not None and not ref.expired()
             }
             there += sum(distinct.values())
             held = max(0, self._tracker.live_bytes - there)

@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 
 from autockpt import _torch
 from autockpt.accumulate import Accumulating
+from autockpt.backwards import guard_backward
 from autockpt.capture import Capture, capture, read_joint, traced, training
-from autockpt.device import Device, device_of
 from autockpt.choose import Choice, add_time_s, choose
+from autockpt.device import Device, device_of
+from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.losses import Weight
@@ -39,6 +41,7 @@ from autockpt.planning import (
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
+from autockpt.several import Several
 from autockpt.split import Batch, Split, cut, shares
 from autockpt.step import Stepper, check_accumulate
 from autockpt.unforeseen import lacking
@@ -107,7 +110,8 @@ def optimize(
         recompute: patterns of module paths whose inner results are not kept.
         inplace: whether in-place operations are allowed; this release applies none.
         arena: None or False; the memory pool is not part of this release.
-        fullgraph: a model that does not capture as one graph is an error either way.
+        fullgraph: a model that does not capture as one graph is an error; else it runs as several
+            graphs under the one budget, planned when a first step has shown them.
         plan: a plan, or the file of one, to use instead of searching.
         progress: called with a line of text now and then while planning.
 
@@ -129,13 +133,17 @@ def optimize(
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
     accumulate = check_accumulate(accumulate)
-    del inplace, fullgraph  # either value is what this release does
+    del inplace  # either value is what this release does
     options = options_of(
-        budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute, given=plan
+        budget,
+        solver=solver,
+        time_limit=time_limit,
+        keep=keep,
+        recompute=recompute,
+        given=plan,
+        fullgraph=fullgraph,
     )
-    handle = Handle(
-        model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate
-    )
+    handle = Handle(model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate)
     if example_inputs is not None or example_kwargs is not None:
         handle.plan_step_now(as_tuple(example_inputs), dict(example_kwargs or {}))
     restore(model)
@@ -192,11 +200,14 @@ class Handle:
 
     def _forget(self) -> None:
         self._compiled: Callable[..., Any] | None = None
+        self._several: Several | None = None
         self._known: dict[str, Known] = {}
         self._graphs: list[Graph] = []
         self._inputs: Any = None
         self._started = 0.0
         self._warned = False
+        self._counters: frozenset[str] = frozenset()
+        self._counts = True
 
     # -------------------------------------------------------------- on and off the model
 
@@ -213,6 +224,8 @@ class Handle:
         """Take this handle off the model."""
         for graph in self._graphs:
             graph.stop_watching()
+        if self._several is not None:
+            self._several.end()
         for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
             if name in _SHORT_CUTS and not self._may_show(name):
                 continue
@@ -275,32 +288,95 @@ class Handle:
         plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
         if plain or _torch.runs_elsewhere():
             return model._call_impl(*args, **kwargs)
+        if self._several is not None:
+            return self._run_several(args, kwargs)
         for graph in self._graphs:
             graph.stop_watching()
         begun = bool(self._graphs)
+        failure = ""
         try:
             self._inputs = (args, kwargs)
             self._revise()
-            if self._compiled is None:
-                self._compiled = _torch.compile_forward(model, self._partition)
-            self._started = time.perf_counter()
-            output = traced(model, self._compiled, args, kwargs)
+            output = self._traced(args, kwargs)
         except AutockptError as error:
             if not begun:
-                # Nothing fails silently, and no failure leaves the model changed.
-                self.detach()
-                raise
+                raise_as_eager(model, args, kwargs, error)
+                if not (isinstance(error, CaptureError) and self._may_divide()):
+                    # Nothing fails silently, and no failure leaves the model changed.
+                    self.detach()
+                    raise
+            failure = str(error)
+        finally:
+            self._inputs = None
+        # Outside the handler: what fails from here on has nothing to do with that error.
+        if failure and not begun:
+            self._several = Several(model, self.options, device_of(_device(model)), self._around)
+            self._several.begin(failure)
+            return self._run_several(args, kwargs)
+        if failure:
             # A run that has begun is not broken off: either eager has an error of its own for
             # these inputs, or it trains on them, without a plan.
             output = model._call_impl(*args, **kwargs)
-            self._warn("these inputs run without a plan, and without a budget: %s", error)
+            self._warn("these inputs run without a plan, and without a budget: %s", failure)
             return output
-        finally:
-            self._inputs = None
         for node in _torch.compiled_nodes(output):
             _torch.keep_missing_gradients(node)
+            guard_backward(model, node, [one for graph in self._graphs for one in graph.read])
             for graph in self._graphs:
                 graph.watch_loss(node)
+        for graph in self._graphs:
+            graph.read = []
+        return output
+
+    def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the compiled forward, and compile it first where that is to be done.
+
+        A forward that counts its calls in Python would be traced anew at each of them. What a
+        forward has changed is taken for such a counter, and traced as a number that varies;
+        where that cannot be planned, it is traced for each value after all.
+        """
+        traces = len(self._graphs)
+        before = _torch.counters_of(self.model) if self._compiled is None else {}
+        if self._compiled is None:
+            self._compiled = _torch.compile_forward(self.model, self._partition, self._counters)
+        self._started = time.perf_counter()
+        try:
+            output = traced(self.model, self._compiled, args, kwargs)
+        except AutockptError:
+            if not self._counters:
+                raise
+            self._counters, self._counts, self._compiled = frozenset(), False, None
+            del self._graphs[traces:]
+            return self._traced(args, kwargs)
+        after = _torch.counters_of(self.model) if before and self._counts else {}
+        changed = {name for name, value in after.items() if before.get(name, value) != value}
+        if changed - self._counters:
+            self._counters |= changed
+            self._renew()
+        return output
+
+    def _renew(self) -> None:
+        """Have the forward compiled again; what is known of each graph spares the rest."""
+        for graph in self._graphs:
+            self._known.setdefault(graph.key, graph.known())
+        self._compiled = None
+
+    def _may_divide(self) -> bool:
+        """Whether a model that cannot be captured whole may run as several graphs."""
+        options = self.options
+        return not options.fullgraph and options.given is None and not options.pins
+
+    def _run_several(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._several is not None
+        self._inputs = (args, kwargs)
+        try:
+            output = self._several(args, kwargs)
+        except InfeasibleBudget:
+            self.detach()
+            raise
+        finally:
+            self._inputs = None
+        self._show(self._several.plan)
         return output
 
     def plan_now(
@@ -411,8 +487,8 @@ class Handle:
     def flush(self) -> torch.Tensor | None:
         """Step on the micro-steps since the last optimizer step, and return their mean loss.
 
-        The gradient is that of the mean over what has been taken; None where there is nothing. Under
-        ``DistributedDataParallel`` every rank has to call it.
+        The gradient is that of the mean over what has been taken; None where there is nothing.
+        Under ``DistributedDataParallel`` every rank has to call it.
 
         Raises:
             StepError: the window has failed.
@@ -490,12 +566,7 @@ class Handle:
         key = graph_key(joint)
         captured, known, made = self._planned(joint, key)
         started = time.perf_counter()
-        forward, backward = rewrite(made.formulation, made.plan.schedule)
-        if captured.absent:
-            # Should the backward start from other outputs than assumed, it must be possible.
-            lacks = lacking(joint, saved_placeholders(backward, captured))
-            if lacks:
-                forward, backward = rewrite(made.formulation, made.plan.schedule, lacks)
+        known, made, forward, backward = self._written(joint, captured, known, made)
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
         made = Made(replace(made.plan, stages_s=stages), made.formulation)
         graph = Graph(key, joint, captured, known, made, self._device())
@@ -504,6 +575,27 @@ class Handle:
         self._show(made.plan)
         watch = Accumulating(graph, backward, captured, lambda: self._accumulates)
         return forward, backward, watch
+
+    def _written(
+        self, joint: _torch.JointGraph, captured: Capture, known: Known, made: Made
+    ) -> tuple[Known, Made, fx.GraphModule, fx.GraphModule]:
+        """Write a plan's graphs; where the plan must change for it, return the one written.
+
+        Should the backward start from other outputs than assumed, it must be possible. What is
+        saved for that alone takes memory as well, so the plan has to know of it.
+        """
+        while True:
+            in_case = known.around.in_case
+            forward, backward = rewrite(made.formulation, made.plan.schedule, in_case)
+            lacks = lacking(joint, saved_placeholders(backward, captured))
+            if not captured.absent or not set(lacks) - set(in_case):
+                return known, made, forward, backward
+            around = replace(known.around, in_case=tuple(sorted({*in_case, *lacks})))
+            known = replace(known, around=around)
+            same = self._unchanged(captured, around, made.plan)
+            if same is None or not self._within_budget(same.plan):
+                same = self._settled(captured, around)
+            made = same
 
     def _planned(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
         """Plan a joint graph with what is known of it, or with a guess at what is not."""
@@ -589,17 +681,15 @@ class Handle:
                 continue
             graph.settled, graph.found = True, (around, absent)
             if self._revised(graph, around, absent):
-                # Dynamo compiles again; what is known of each graph spares the rest.
-                for other in self._graphs:
-                    self._known.setdefault(other.key, other.known())
-                self._graphs, self._compiled = [], None
+                self._renew()
+                self._graphs = []
                 return
 
     def _revised(self, graph: Graph, around: Around, absent: frozenset[int]) -> bool:
         """Make a graph's plan true to a watched step; return whether its code must change."""
         self._started = time.perf_counter()
         if absent != graph.captured.absent:
-            self._known[graph.key] = Known(around, absent, settled=True)
+            self._known[graph.key] = graph.known_as(replace(around, in_case=()), absent)
             return True
         if graph.guessed_well(around) and self._within_budget(graph.made.plan):
             return False
@@ -613,7 +703,7 @@ class Handle:
             graph.around, graph.made = around, made
             self._show(made.plan)
             return False
-        self._known[graph.key] = Known(around, absent, made.plan, settled=True)
+        self._known[graph.key] = replace(graph.known_as(around, absent), plan=made.plan)
         return True
 
     def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:

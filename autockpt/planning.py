@@ -7,7 +7,7 @@ One planning is profile → formulate → solve; what decides it beside the capt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,17 @@ from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solve import solve
 
-__all__ = ["Made", "Options", "budget_of", "make_plan", "no_limit", "options_of", "smallest"]
+__all__ = [
+    "Made",
+    "Options",
+    "budget_of",
+    "make_plan",
+    "no_limit",
+    "options_of",
+    "origin_of",
+    "smallest",
+    "solved",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Options:
         time_limit_s: time to search for a schedule.
         pins: what to keep and to recompute.
         given: a plan to use instead of searching.
+        fullgraph: whether a model of several graphs is an error.
     """
 
     budget: int | str | None
@@ -50,6 +61,7 @@ class Options:
     time_limit_s: float = 60.0
     pins: Pins = field(default_factory=Pins)
     given: Plan | None = None
+    fullgraph: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ def options_of(
     keep: Sequence[str],
     recompute: Sequence[str],
     given: str | Path | Plan | None = None,
+    fullgraph: bool = False,
 ) -> Options:
     """Return checked options.
 
@@ -87,7 +100,8 @@ def options_of(
         if isinstance(patterns, str):
             raise PinError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
-    return Options(budget, solver, float(time_limit), Pins(tuple(keep), tuple(recompute)), loaded)
+    pins = Pins(tuple(keep), tuple(recompute))
+    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph)
 
 
 # ------------------------------------------------------------------ a plan for a captured step
@@ -136,34 +150,48 @@ def make_plan(
     )
     problem = formulation.problem
     stages = {"capture": capture_s, "profile": measured - started}
-    origin = _origin(model_name, figures.device)
+    origin = origin_of(model_name, figures.device)
     if options.given is not None:
         made = transfer(options.given, problem, budget_bytes, stages, origin)
         return Made(made, formulation)
     try:
-        solution = solve(
-            problem,
-            budget_bytes,
-            method=options.solver,
-            time_limit_s=options.time_limit_s,
-            progress=progress,
-        )
+        plan = solved(problem, options, budget_bytes, stages, origin, progress)
     except InfeasibleBudget as error:
         raise _explained(error, options, formulation) from None
-    stages["solve"] = solution.solve_time_s
-    say(f"solved in {solution.solve_time_s:.1f} s with {solution.method}")
-    return Made(
-        Plan(
-            problem,
-            solution.schedule,
-            budget_bytes,
-            solver=solution.method,
-            solve_time_s=solution.solve_time_s,
-            lower_bound_s=solution.lower_bound_ns / 1e9,
-            stages_s=stages,
-            origin=origin,
-        ),
-        formulation,
+    return Made(plan, formulation)
+
+
+def solved(
+    problem: Problem,
+    options: Options,
+    budget_bytes: int | None,
+    stages_s: Mapping[str, float],
+    origin: Mapping[str, str],
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Return the best plan found for a problem.
+
+    Raises:
+        InfeasibleBudget: no schedule fits.
+    """
+    solution = solve(
+        problem,
+        budget_bytes,
+        method=options.solver,
+        time_limit_s=options.time_limit_s,
+        progress=progress,
+    )
+    if progress is not None:
+        progress(f"solved in {solution.solve_time_s:.1f} s with {solution.method}")
+    return Plan(
+        problem,
+        solution.schedule,
+        budget_bytes,
+        solver=solution.method,
+        solve_time_s=solution.solve_time_s,
+        lower_bound_s=solution.lower_bound_ns / 1e9,
+        stages_s={**stages_s, "solve": solution.solve_time_s},
+        origin=origin,
     )
 
 
@@ -218,7 +246,8 @@ def _without_pins(problem: Problem) -> Problem:
     return replace(problem, storages=storages, operations=operations)
 
 
-def _origin(model_name: str, device: str) -> dict[str, str]:
+def origin_of(model_name: str, device: str) -> dict[str, str]:
+    """Return where a plan comes from: versions, device, model."""
     try:
         own = version("autockpt")
     except PackageNotFoundError:  # run from a checkout that is not installed

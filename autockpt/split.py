@@ -1,8 +1,8 @@
 """Split: an effective batch cut into micro-batches.
 
 The rule: the first tensor among the arguments that has a dimension ``batch_dim`` says how large
-the batch is, and every tensor of that size along that dimension is cut; everything else goes to each
-micro-batch as it is. ``split=`` says otherwise for single arguments.
+the batch is, and every tensor of that size along that dimension is cut; everything else goes to
+each micro-batch as it is. ``split=`` says otherwise for single arguments.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class Split:
     def __post_init__(self) -> None:
         if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool):
             raise InputError(f"batch_dim={self.batch_dim!r} must be the number of a dimension.")
-        if isinstance(self.said, str) or not isinstance(
-            self.said, (Mapping, Sequence, type(None))
-        ):
+        if isinstance(self.said, str) or not isinstance(self.said, (Mapping, Sequence, type(None))):
             raise InputError(
                 f"split={self.said!r} must name arguments: split=['x'] to cut only these, or "
                 "split={'x': 0, 'boxes': 'items', 'mask': None} to say along what."
@@ -122,7 +120,9 @@ def cut(
     assert sum(sizes) == samples
     start = 0
     for size in sizes:
-        taken = [_taken(a, along, split.batch_dim, samples, start, size) for _, a, along in arguments]
+        taken = [
+            _taken(a, along, split.batch_dim, samples, start, size) for _, a, along in arguments
+        ]
         start += size
         count = len(batch.args)
         kwargs = dict(zip(batch.kwargs, taken[count:], strict=False))
@@ -135,8 +135,7 @@ def _read(
 ) -> tuple[list[tuple[str, Any, Any]], int]:
     """Each argument with its name and along what it is cut, and the number of samples."""
     arguments = [
-        (str(names[0]), value, split.along(names))
-        for names, value in _named(forward, batch)
+        (str(names[0]), value, split.along(names)) for names, value in _named(forward, batch)
     ]
     _check_names(forward, batch, split)
     samples = _samples(arguments, split)

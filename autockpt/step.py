@@ -1,10 +1,10 @@
 """Step: an optimizer step over several micro-batches, with the gradient of the whole batch's mean.
 
 A *window* is the micro-batches between two optimizer steps. Micro-batch i with weight w_i adds
-w_i / d times its gradient, so that W / d times the mean is there at last, W the window's whole weight.
-``step`` knows W beforehand and divides by it. ``micro_step`` does not: it divides by what the window
-would weigh were all its micro-batches like the first, raises the divisor should more arrive, and
-sets the gradients right once, at the window's end. Nothing is ever larger than the mean itself
+w_i / d times its gradient, so that W / d times the mean is there at last, W the window's weight.
+``step`` knows W beforehand and divides by it. ``micro_step`` does not: it divides by what the
+window would weigh were all its micro-batches like the first, raises the divisor should more
+arrive, and sets the gradients right once, at the window's end. Nothing is ever larger than the mean itself
 by more than rounding, so that half precision overflows only where a plain loop does.
 """
 
@@ -237,7 +237,10 @@ class Stepper:
             window.done += 1
             window.final = window.final if final is None else final
             return torch.zeros((), device=self._device())
-        with context, self.running(self.fuses(window.parts, window.ranks.call), (beside, window.before)):
+        with (
+            context,
+            self.running(self.fuses(window.parts, window.ranks.call), (beside, window.before)),
+        ):
             loss = self._loss(window, batch)
             # At least single precision, and memory of its own: a loss may hold on to more.
             wide = torch.promote_types(loss.dtype, torch.float32)
@@ -261,9 +264,7 @@ class Stepper:
 
     def _loss(self, window: _Window, batch: Batch) -> Tensor:
         # The output has no name here, so that it is let go of before the backward.
-        loss = loss_of(
-            window.ranks.call(*batch.args, **batch.kwargs), batch.target, self.loss_fn
-        )
+        loss = loss_of(window.ranks.call(*batch.args, **batch.kwargs), batch.target, self.loss_fn)
         # Casts of weights that autocast remembers are of no use after the optimizer's step, and
         # are memory until then.
         torch.clear_autocast_cache()

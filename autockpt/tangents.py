@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autockpt._torch import JointGraph, fake_mode_of
+from autockpt._torch import JointGraph, fake_mode_of, storage_key
 
 __all__ = ["assumed_absent", "tensors", "without_tangents"]
 
@@ -67,7 +67,10 @@ def without_tangents(joint: JointGraph, absent: Collection[int]) -> JointGraph:
     nothing = {tangents[i] for i in absent}
     gradients = set(tangents)
     replaced: dict[fx.Node, fx.Node] = {}
+    gone: set[int] = set()  # memory of sums that are no more: their views look at something else
     for node in list(graph.nodes):
+        if gone and node.op == "call_function" and gone & {storage_key(t) for t in tensors(node)}:
+            _evaluate_anew(module, node)
         inputs = node.all_input_nodes
         if node.op != "call_function" or not any(i in gradients for i in inputs):
             continue
@@ -78,9 +81,10 @@ def without_tangents(joint: JointGraph, absent: Collection[int]) -> JointGraph:
         there = [i for i in inputs if i in gradients and i not in nothing]
         if not there:
             nothing.add(node)
-        elif node.target is aten.add.Tensor and len(there) == 1 and not node.kwargs:
+        elif _is_plain_sum(node) and len(there) == 1 and _same_kind(node, there[0]):
             node.replace_all_uses_with(there[0])
             replaced[node] = there[0]
+            gone |= {storage_key(t) for t in tensors(node)}
         else:
             for old in empty:
                 node.replace_input_with(old, _zeros(graph, module, node, old))
@@ -103,6 +107,22 @@ def without_tangents(joint: JointGraph, absent: Collection[int]) -> JointGraph:
         backward_descriptors=tuple(joint.backward_descriptors),
         mutated=moved(joint.mutated),
     )
+
+
+def _is_plain_sum(node: fx.Node) -> bool:
+    return node.target is aten.add.Tensor and not node.kwargs
+
+
+def _same_kind(one: fx.Node, other: fx.Node) -> bool:
+    """Whether the second may stand for the first: in shape, type and layout."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def _evaluate_anew(module: fx.GraphModule, node: fx.Node) -> None:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with fake_mode_of(module):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _zeros(graph: fx.Graph, module: fx.GraphModule, before: fx.Node, like: fx.Node) -> fx.Node:

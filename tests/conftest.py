@@ -13,6 +13,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Copies of bug reports, run by test_cases: no tests by themselves.
+collect_ignore = ["cases"]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",

@@ -1,4 +1,4 @@
-"""Windows of micro-batches: the optimizer step is that of the whole batch's mean, whatever happens."""
+"""Windows of micro-batches: the optimizer step is that of the whole batch's mean."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class Recorder(SGD):
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {
-        n: None if p.grad is None else p.grad.detach().clone()
-        for n, p in model.named_parameters()
+        n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()
     }
 
 
@@ -139,9 +138,7 @@ def test_a_budget_changes_nothing_about_it() -> None:
     gradient_bytes = sum(8 * p.numel() for p in model.parameters())
     budget = resident + 2 * 48 * 8 * 8 + gradient_bytes
     budget += (plan.baseline_peak_bytes - resident) * 3 // 4
-    autockpt.optimize(
-        model, budget, optimizer=optimizer, accumulate=4, loss_fn=MEAN, time_limit=1
-    )
+    autockpt.optimize(model, budget, optimizer=optimizer, accumulate=4, loss_fn=MEAN, time_limit=1)
     for _ in range(3):
         model.step(x, target=y)
         assert_close(optimizer.seen.pop(), want, 1e-12)
@@ -238,7 +235,7 @@ def test_a_leftover_window_has_its_own_weights(counts: tuple[int, ...]) -> None:
 
 def test_uneven_loader_batches_count_by_their_samples() -> None:
     x, y = batch(12)
-    loss, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
+    _, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
     model, optimizer = optimised(mlp(), 3, loss_fn=MEAN)
     for _ in range(2):
         for rows in (slice(0, 2), slice(2, 9), slice(9, 12)):
@@ -259,8 +256,10 @@ def test_a_window_that_counts_for_nothing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_a_language_model_of_transformers(accumulate: int) -> None:
-    model, args, kwargs = HF_EXAMPLES["gpt2"]("test")
-    ids = torch.randint(model.config.vocab_size, (6, 16), generator=torch.Generator().manual_seed(1))
+    model, _, _ = HF_EXAMPLES["gpt2"]("test")
+    ids = torch.randint(
+        model.config.vocab_size, (6, 16), generator=torch.Generator().manual_seed(1)
+    )
     labels = ids.clone()
     for row in range(6):
         labels[row, 3 + 2 * row :] = -100
@@ -295,7 +294,7 @@ def test_a_weight_that_is_none_is_refused(weight: Any, message: str | None) -> N
     else:
         with pytest.raises(InputError, match="one weight per sample"):
             model.step(x, target=y, weight=weight)
-    with pytest.raises(InputError, match="single count|finite"):
+    with pytest.raises(InputError, match=r"single count|finite"):
         model.step(x, target=y, weight=3 if message is None else weight)
     assert model.autockpt.open_micro_steps == 0
     assert not optimizer.seen

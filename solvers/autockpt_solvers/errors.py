@@ -8,6 +8,8 @@
     ├── PinError (ValueError)         a keep= or recompute= pattern cannot be met
     ├── CaptureError                  the model cannot be captured as one training graph
     ├── InputError (TypeError)        the inputs do not fit the model's forward
+    ├── StaleInput (RuntimeError)     a value the backward reads was overwritten after the forward
+    ├── DoubleBackward (RuntimeError) a gradient of a gradient, which a planned step does not have
     ├── PlanMismatch                  a loaded plan was made for another model, input or torch
     ├── PlanFormatError (ValueError)  a file is not a plan of a version this release reads
     ├── StepError                     step, micro_step or flush cannot be taken now
@@ -25,6 +27,7 @@ __all__ = [
     "AutockptError",
     "BudgetError",
     "CaptureError",
+    "DoubleBackward",
     "InfeasibleBudget",
     "InputError",
     "PinError",
@@ -32,6 +35,7 @@ __all__ = [
     "PlanMismatch",
     "ScheduleError",
     "SolverError",
+    "StaleInput",
     "StepError",
 ]
 
@@ -92,6 +96,14 @@ class CaptureError(AutockptError):
 
 class InputError(AutockptError, TypeError):
     """The inputs do not fit the model's forward."""
+
+
+class StaleInput(AutockptError, RuntimeError):
+    """A parameter, buffer or input was written in place between a forward and its backward."""
+
+
+class DoubleBackward(AutockptError, RuntimeError):
+    """A backward through a planned backward: gradients of gradients need the plain model."""
 
 
 class PlanMismatch(AutockptError):

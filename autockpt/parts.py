@@ -1,0 +1,185 @@
+"""Parts: the modules of a model that are captured on their own, where the whole cannot be.
+
+A part tries to be captured whole. Where that fails it runs as several graphs with plain Python
+between, its children being parts in turn; where even that gives nothing it runs plainly and only
+its children are captured. A sequence of modules is halved until its pieces capture.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt import _torch
+from autockpt.capture import traced
+from autockpt_solvers.errors import CaptureError, InputError
+
+__all__ = ["Mode", "Part", "own_children"]
+
+# Calls of one part in a forward that get graphs of their own; further ones run plainly.
+_CALLS = 8
+
+
+class Mode(Enum):
+    """How a part runs."""
+
+    WHOLE = "as one graph"
+    PIECES = "as several graphs"
+    HALVES = "as two parts"
+    PLAIN = "plainly"
+
+
+class Part:
+    """A module of the model behind whose call a compiled forward stands.
+
+    Attributes:
+        module: the module; for a half of a sequence one made of its children.
+        path: its path in the model.
+        mode: how it runs.
+        reason: why it does not run as one graph.
+        inside: says whether the model is in a training forward of ours.
+    """
+
+    def __init__(self, owner: Any, module: nn.Module, path: str, reason: str = "") -> None:
+        self.owner = owner
+        self.module = module
+        self.path = path
+        self.reason = reason
+        self.calls = 0
+        self.compiled: list[Callable[..., Any]] = []
+        self.ran: set[int] = set()
+        self.halves: tuple[Part, ...] = ()
+        self.mode = Mode.WHOLE
+        if _runs_plainly(module):
+            self.mode = Mode.PLAIN
+        elif reason:
+            self._divide(reason)
+
+    def attach(self) -> None:
+        """Set this part behind the module's call."""
+        call = _torch.opaque(self) if isinstance(self.module, nn.RNNBase) else self
+        self.module.__dict__["_compiled_call_impl"] = call
+
+    def detach(self) -> None:
+        """Take it off again."""
+        self.module.__dict__.pop("_compiled_call_impl", None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the compiled graphs; they are made again at the next call."""
+        self.compiled = []
+        self.ran = set()
+        for half in self.halves:
+            half.forget()
+
+    # -------------------------------------------------------------- calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, under its graphs where the model trains."""
+        if torch.compiler.is_compiling():
+            return self.module._call_impl(*args, **kwargs)
+        if not self.owner.inside or not torch.is_grad_enabled():
+            return self.module._call_impl(*args, **kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it in a training forward."""
+        number, self.calls = self.calls, self.calls + 1
+        while self.mode in (Mode.WHOLE, Mode.PIECES) and number < _CALLS:
+            while len(self.compiled) <= number:
+                self.compiled.append(self._compile(len(self.compiled)))
+            try:
+                with warnings.catch_warnings():
+                    # Dynamo looks at the gradients of inputs, which here are no leaves.
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                    output = traced(self.module, self.compiled[number], args, kwargs)
+            except CaptureError as error:
+                if number in self.ran:
+                    break  # these inputs only
+                self._divide(str(error))
+                continue
+            except InputError:
+                break  # eager's own words
+            self.ran.add(number)
+            return output
+        if self.mode is Mode.HALVES and len(args) == 1 and not kwargs:
+            (value,) = args
+            for half in self.halves:
+                value = half.run((value,), {})
+            return value
+        return self.module._call_impl(*args, **kwargs)
+
+    def _compile(self, number: int) -> Callable[..., Any]:
+        def partition(joint: _torch.JointGraph) -> Any:
+            return self.owner.partition(self, number, joint)
+
+        if self.mode is Mode.WHOLE:
+            return _torch.compile_forward(self.module, partition)
+        return _torch.compile_pieces(self.module, partition, self._skipped)
+
+    # -------------------------------------------------------------- dividing
+
+    def _divide(self, reason: str) -> None:
+        """Go on in smaller steps, and remember why."""
+        self.reason = self.reason or reason
+        self.forget()
+        hooked = _has_hooks(self.module)
+        if isinstance(self.module, nn.Sequential) and len(self.module) > 1 and not hooked:
+            self.mode = Mode.HALVES
+            children = list(self.module._modules.items())
+            middle = len(children) // 2
+            self.halves = tuple(self._half(half) for half in (children[:middle], children[middle:]))
+            return
+        self.mode = Mode.PIECES if self.mode is Mode.WHOLE and not hooked else Mode.PLAIN
+        self.owner.adopt(self)
+
+    def _half(self, children: list[tuple[str, nn.Module]]) -> Part:
+        if len(children) == 1:
+            name, module = children[0]
+            part: Part = self.owner.part(module, ".".join(p for p in (self.path, name) if p))
+            return part
+        half = nn.Sequential(OrderedDict(children))
+        half.training = self.module.training
+        return Part(self.owner, half, self.path)
+
+    def _skipped(self) -> None:
+        """Dynamo gave a frame up: from the next call on it runs plainly, its children as parts."""
+        if self.mode is Mode.PIECES and not self.ran:
+            self.mode = Mode.PLAIN
+
+
+def own_children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules that a module calls, with their paths; lists of modules call nothing."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        own = f"{path}.{name}" if path else name
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += own_children(child, own)
+        else:
+            found.append((own, child))
+    return found
+
+
+def _runs_plainly(module: nn.Module) -> bool:
+    """One operation of torch's own: nothing in it can be recomputed for the better."""
+    alone = not any(True for _ in module.children())
+    return isinstance(module, nn.RNNBase) or (
+        alone and type(module).__module__.startswith("torch.nn.modules")
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )

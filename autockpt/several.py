@@ -1,0 +1,340 @@
+"""Several: a model of several graphs, trained under one budget.
+
+The first step runs every graph with nothing kept that can be computed again, and is recorded. Its
+graphs and what ran between them then make one problem (:mod:`autockpt.joined`); its schedule is
+handed back to the graphs, which are compiled again where theirs has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from autockpt import _torch
+from autockpt.capture import Capture, read_joint
+from autockpt.device import Device
+from autockpt.formulate import Around, Formulation, formulate
+from autockpt.graphs import Graph, Known, graph_key, saved_placeholders
+from autockpt.joined import Joined, Member, join
+from autockpt.parts import Mode, Part, own_children
+from autockpt.planning import Made, Options, budget_of, origin_of, solved
+from autockpt.profile import profile
+from autockpt.record import Kind, Record, Recorder
+from autockpt.replay import state_bytes
+from autockpt.rewrite import rewrite
+from autockpt.unforeseen import lacking
+from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
+from autockpt_solvers.plan import Plan
+from autockpt_solvers.problem import Problem
+from autockpt_solvers.schedule import Schedule
+
+__all__ = ["Several"]
+
+_LOG = logging.getLogger("autockpt")
+# Orders of graphs a model is planned for; further ones run with the least kept.
+_SEQUENCES = 8
+# Steps in which something was captured that are not learned from.
+_DISCARDED = 4
+
+Key = tuple[str, int, str]
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """What is decided about one graph, for compiling it again."""
+
+    absent: frozenset[int]
+    schedule: Schedule | None
+
+
+class Several:
+    """The parts of one model and their common plan.
+
+    Attributes:
+        model: the model.
+        parts: its modules that are captured on their own.
+        inside: whether a training forward of the model is running.
+        plan: the plan of the whole step; None until one step was recorded.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, device: Device, around: Callable[[], Around]
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.device = device
+        self.around = around
+        self.parts: dict[nn.Module, Part] = {}
+        self.inside = False
+        self.plan: Plan | None = None
+        self.captures = 0
+        self._decided: dict[Key, _Decided] = {}
+        self._pieces: dict[Key, _Piece] = {}
+        self._seen: dict[tuple[Key, ...], Problem | None] = {}
+        self._running: list[Key] = []
+        self._capture_s = 0.0
+        self.recorder: Recorder | None = None
+        self._discarded = 0
+        self._root: Part | None = None
+
+    def begin(self, reason: str) -> None:
+        """Divide the model, which cannot be captured whole for this reason."""
+        self._root = Part(self, self.model, "", reason)
+
+    def end(self) -> None:
+        """Take all parts off the model."""
+        self._stop_recording()
+        for part in self.parts.values():
+            part.detach()
+        self.parts = {}
+
+    # -------------------------------------------------------------- what parts ask for
+
+    def part(self, module: nn.Module, path: str) -> Part:
+        """Return the part of a module, a new one where it has none."""
+        if module not in self.parts:
+            self.parts[module] = Part(self, module, path)
+            self.parts[module].attach()
+        return self.parts[module]
+
+    def adopt(self, parent: Part) -> None:
+        """Make the modules that a part calls parts in their turn."""
+        for path, child in own_children(parent.module, parent.path):
+            self.part(child, path)
+
+    def partition(
+        self, part: Part, call: int, joint: _torch.JointGraph
+    ) -> tuple[fx.GraphModule, fx.GraphModule, _torch.Watch]:
+        """Return the forward and the backward of one graph, as decided or with the least kept."""
+        started = time.perf_counter()
+        key = (part.path, call, graph_key(joint))
+        decided = self._decided.get(key, _Decided(frozenset(), None))
+        captured = read_joint(joint, decided.absent)
+        formulation = self._formulated(captured, type(part.module).__name__)
+        schedule = decided.schedule or _least_kept(formulation.problem)
+        forward, backward = rewrite(formulation, schedule)
+        lacks = lacking(joint, saved_placeholders(backward, captured))
+        if lacks:
+            forward, backward = rewrite(formulation, schedule, lacks)
+        plan = Plan(
+            formulation.problem,
+            schedule,
+            None,
+            solver="decided" if decided.schedule else "least kept",
+            solve_time_s=0.0,
+            lower_bound_s=0.0,
+        )
+        made = Made(plan, formulation)
+        piece = _Piece(self, key, part, joint, captured, made)
+        piece.saved = saved_placeholders(backward, captured)
+        self._pieces[key] = piece
+        self.captures += 1
+        self._capture_s = time.perf_counter() - started
+        return forward, backward, piece
+
+    # -------------------------------------------------------------- a training forward
+
+    def ran(self, place: Key) -> None:
+        """A graph's forward runs."""
+        self._running.append(place)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's training forward."""
+        assert self._root is not None
+        self._after_step()
+        if self.recorder is None and self._wanted():
+            self.recorder = Recorder(self.device)
+        self._running = []
+        captures = self.captures
+        for part in self._all_parts():
+            part.calls = 0
+        self.inside = True
+        try:
+            output = self._root.run(args, kwargs)
+        finally:
+            self.inside = False
+        if self.captures > captures and self._discarded < _DISCARDED:
+            # Tracing holds on to tensors that a step without it lets go of.
+            self._discarded += 1
+            self._stop_recording()
+        nodes = _torch.compiled_behind(output)
+        for node in nodes:
+            _torch.keep_missing_gradients(node)
+        if self.recorder is not None:
+            for node in _torch.nodes_of(output):
+                _torch.before_backward(node, self.recorder.backward_begins)
+            if nodes:
+                _torch.when_released(nodes[-1], self._stop_recording)
+        return output
+
+    def unoptimised(self) -> str:
+        """Return what runs plainly, or in pieces, and why: a line for each part of the model."""
+        lines = [
+            f"{part.path or type(self.model).__name__}: {_in_short(part.reason)}"
+            for part in self._all_parts()
+            if part.reason and part.mode is not Mode.WHOLE
+        ]
+        return "\n".join(dict.fromkeys(lines))
+
+    def _all_parts(self) -> list[Part]:
+        found = [*self.parts.values()]
+        if self._root is not None:
+            found.append(self._root)
+        waiting = list(found)
+        while waiting:
+            halves = [half for half in waiting.pop().halves if half not in found]
+            found += halves
+            waiting += halves
+        return found
+
+    def _wanted(self) -> bool:
+        """Whether the coming step is to be recorded: the last one was of an order not seen yet."""
+        return len(self._seen) < _SEQUENCES and (
+            not self._seen or tuple(self._running) not in self._seen
+        )
+
+    def _stop_recording(self) -> None:
+        if self.recorder is not None and not self.recorder.leave():
+            self.recorder.active = False
+
+    def _after_step(self) -> None:
+        """Learn from the step that was recorded, if one was."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is None:
+            return
+        recorder.leave()
+        record = recorder.record
+        keys = tuple(piece.place for piece in record.sequence)
+        if not record.complete:
+            return
+        if not record.regular:
+            self._seen[keys] = None
+            return
+        self._learn(record, keys)
+
+    # -------------------------------------------------------------- planning the whole step
+
+    def _learn(self, record: Record, keys: tuple[Key, ...]) -> None:
+        """Plan a recorded step, and let the graphs follow where their part of it has changed."""
+        absent = {e.graph.place: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD}
+        members = [self._member(piece, absent.get(piece.place)) for piece in record.sequence]
+        around = self.around()
+        joined = join(
+            record,
+            members,
+            resident_bytes=around.resident_bytes,
+            optimizer_bytes=around.optimizer_bytes,
+            name=type(self.model).__name__,
+        )
+        self._seen[keys] = joined.problem
+        plan = self._planned(joined)
+        if self.plan is None:
+            _LOG.warning(
+                "%s runs as %d graphs under one budget. Not optimised: %s",
+                type(self.model).__name__,
+                len(keys),
+                plan.origin["unoptimised"],
+            )
+        self.plan = plan
+        stale: set[Part] = set()
+        for number, (piece, member) in enumerate(zip(record.sequence, members, strict=True)):
+            schedule = joined.own(plan.schedule, number, member.formulation)
+            decided = _Decided(member.formulation.capture.absent, schedule)
+            self._decided[piece.place] = decided
+            if (piece.captured.absent, piece.made.plan.schedule) != (
+                decided.absent,
+                decided.schedule,
+            ):
+                stale.add(piece.part)
+        for part in stale:
+            part.forget()
+
+    def _member(self, piece: _Piece, absent: frozenset[int] | None) -> Member:
+        if absent is None or absent == piece.captured.absent:
+            return Member(piece.made.formulation, piece.part.path)
+        captured = read_joint(piece.joint, absent)
+        formulation = self._formulated(captured, piece.made.formulation.problem.name)
+        return Member(formulation, piece.part.path)
+
+    def _formulated(self, captured: Capture, name: str) -> Formulation:
+        return formulate(
+            captured,
+            profile(captured, self.device),
+            Around(),
+            state_bytes=state_bytes(self.device.kind),
+            name=name,
+        )
+
+    def _planned(self, joined: Joined) -> Plan:
+        budget_bytes = budget_of(self.options, self.device)
+        plan = solved(
+            joined.problem,
+            self.options,
+            budget_bytes,
+            {"capture": self._capture_s},
+            {
+                **origin_of(type(self.model).__name__, self.device.name),
+                "graphs": str(len(joined.places)),
+                "unoptimised": self.unoptimised(),
+            },
+        )
+        return replace(plan, schedule=joined.orderly(plan.schedule))
+
+
+def _in_short(reason: str) -> str:
+    """The user's line and the first sentence of what is wrong there."""
+    lines = [line.strip() for line in reason.splitlines()[1:] if line.strip()]
+    return lines[0] if lines else reason
+
+
+def _least_kept(problem: Problem) -> Schedule:
+    """Return the schedule that keeps nothing it can recompute."""
+    demand = Demand(problem)
+    return stage_schedule(problem, on_demand(demand, frozenset()))
+
+
+class _Piece(Graph):
+    """One compiled graph among several: it tells the recorder when it runs."""
+
+    def __init__(
+        self,
+        owner: Several,
+        key: Key,
+        part: Part,
+        joint: _torch.JointGraph,
+        captured: Capture,
+        made: Made,
+    ) -> None:
+        known = Known(Around(), captured.absent, settled=True)
+        super().__init__(key[2], joint, captured, known, made, owner.device)
+        self.owner = owner
+        self.place = key
+        self.part = part
+        self.arrived: frozenset[int] = captured.absent
+
+    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the forward, under the eyes of the recorder where there is one."""
+        self.owner.ran(self.place)
+        recorder = self.owner.recorder
+        if recorder is None:
+            return run(args)
+        return recorder.forward(self, run, args, len(self.captured.outputs))
+
+    def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the backward, under the eyes of the recorder where there is one."""
+        end = len(args) - len(self.captured.joint.backward_seeds)
+        tangents = slice(end - len(self.captured.joint.tangents), end)
+        self.arrived = frozenset(i for i, t in enumerate(args[tangents]) if t is None)
+        recorder = self.owner.recorder
+        if recorder is None:
+            return super().run_backward(run, args)
+
+        def run_it(args: list[Any]) -> Any:
+            return super(_Piece, self).run_backward(run, args)
+
+        return recorder.backward(self, run_it, args, tangents)

@@ -1,0 +1,170 @@
+"""Models that do not capture as one graph: several graphs under one budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autockpt
+from autockpt import CaptureError, InfeasibleBudget
+from oracle import whole_step_peak
+
+
+class Branching(nn.Module):
+    """Goes on by a number that is read from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.gelu(self.first(x)).sin().cos()
+        if h.sum().item() > 1e9:
+            h = h * 2
+        return self.second(h.tanh().sin())
+
+
+class Looping(nn.Module):
+    """Its blocks break inside a loop, which the tracer gives up whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branching() for _ in range(3))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x)) + x
+        return x.square().mean()
+
+
+class Averaging(nn.Module):
+    """A batch-norm with a cumulative average reads its counter as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64),
+            nn.GELU(),
+            nn.Tanh(),
+            nn.BatchNorm1d(64, momentum=None),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Tanh(),
+            nn.Linear(64, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+class Recurrent(nn.Module):
+    """The tracer does not look into LSTMs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.inner(x[None])
+        return self.head(states).square().mean()
+
+
+MODELS = [Looping, Averaging, Recurrent]
+
+
+def train(model: nn.Module, steps: int, peaks: list[int] | None = None) -> list[Tensor]:
+    """Train with one seed a step; return what the last step left behind."""
+    data = torch.Generator().manual_seed(7)
+    inputs = [torch.randn(32, 16, generator=data) for _ in range(steps)]
+    for number, x in enumerate(inputs):
+
+        def step(number: int = number, x: Tensor = x) -> None:
+            torch.manual_seed(number)
+            model(x).backward()
+
+        model.zero_grad(set_to_none=True)
+        if peaks is not None and number == steps - 1:
+            peaks.append(whole_step_peak(model, step, (x,)))
+        else:
+            step()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_gradients_peak_and_prediction(build: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = build()
+    expected = train(copy.deepcopy(plain), 9)
+    free = autockpt.optimize(copy.deepcopy(plain), None)
+    train(free, 9)
+    baseline = free.plan.baseline_peak_bytes
+    resident = free.plan.problem.resident_bytes
+    for share in (1.0, 0.8, 0.6):
+        budget = resident + int(share * (baseline - resident))
+        model = autockpt.optimize(copy.deepcopy(plain), budget, time_limit=5)
+        peaks: list[int] = []
+        try:
+            found = train(model, 9, peaks)
+        except InfeasibleBudget as error:
+            tight = autockpt.optimize(copy.deepcopy(plain), error.minimum_bytes, time_limit=5)
+            found, budget, model = train(tight, 9, peaks), error.minimum_bytes, tight
+        for ours, eagers in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, eagers, rtol=1e-5, atol=1e-6)
+        assert peaks[0] <= budget
+        assert abs(peaks[0] - model.plan.peak_bytes) <= 0.01 * peaks[0]
+
+
+def test_below_the_minimum_says_what_is_enough() -> None:
+    torch.manual_seed(0)
+    plain = Averaging()
+    model = autockpt.optimize(copy.deepcopy(plain), "1kB", time_limit=5)
+    with pytest.raises(InfeasibleBudget) as caught:
+        train(model, 9)
+    model = autockpt.optimize(copy.deepcopy(plain), caught.value.minimum_bytes, time_limit=5)
+    peaks: list[int] = []
+    train(model, 9, peaks)
+    assert peaks[0] <= caught.value.minimum_bytes
+
+
+def test_fullgraph_is_an_error() -> None:
+    model = autockpt.optimize(Looping(), None, fullgraph=True)
+    with pytest.raises(CaptureError, match="cannot be captured as one graph"):
+        model(torch.randn(4, 16))
+    assert not hasattr(model, "autockpt")
+
+
+def test_says_what_is_not_optimised() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("autockpt").addHandler(handler)
+    try:
+        model = autockpt.optimize(Looping(), None)
+        train(model, 9)
+    finally:
+        logging.getLogger("autockpt").removeHandler(handler)
+    text = model.plan.origin["unoptimised"]
+    assert "test_several.py" in text
+    assert "blocks.1" in text
+    assert any("Not optimised" in record.getMessage() for record in records)
+
+
+def test_restore_takes_every_part_off() -> None:
+    model = autockpt.optimize(Looping(), None)
+    train(model, 3)
+    assert any("_compiled_call_impl" in vars(m) for m in model.blocks)
+    autockpt.restore(model)
+    assert not any(vars(m).get("_compiled_call_impl") for m in model.modules())
+
+
+def test_copies_plan_for_themselves() -> None:
+    model = autockpt.optimize(Looping(), None)
+    train(model, 3)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(train(twin, 3), train(model, 3))
