@@ -71,6 +71,8 @@ class Around:
         accumulates: they are added to existing ones inside it, each where it is made; no
             gradient is among ``resident_bytes`` then.
         optimizer_bytes: peak allocated inside the optimizer's step, beyond its state.
+        tangents_held: for each output's gradient whether somebody holds it to the end of the
+            backward; None where it is not known.
         in_case: names of forward nodes that are saved for a backward that starts from other
             outputs than the expected ones; this one does not read them.
     """
@@ -83,6 +85,7 @@ class Around:
     gradients_exist: bool = False
     accumulates: bool = False
     optimizer_bytes: int = 0
+    tangents_held: tuple[bool, ...] | None = None
     in_case: tuple[str, ...] = ()
 
 
@@ -225,14 +228,7 @@ class _Builder:
             self._node(index, "", None, (), extra_inputs=olds)
         end = self._accumulate()
         forward_made = {s for own in capture.outputs for s in own if self._forward(s)}
-        # loss.backward() keeps the tangent it starts from until it returns: one of these, where
-        # nothing of the user's stands between.
-        end |= {
-            s
-            for tangent in capture.joint.tangents
-            for s in capture.lives_in[tangent]
-            if s >= 0 and tensors(tangent)[0].dim() == 0 and self.loss_storage < 0
-        }
+        end |= self._held_tangents()
         problem = Problem(
             storages=tuple(self.storages),
             operations=tuple(self.operations),
@@ -247,6 +243,23 @@ class _Builder:
         )
 
     # -------------------------------------------------------------- parts
+
+    def _held_tangents(self) -> set[int]:
+        """Gradients of outputs that live on: loss.backward() keeps the one it starts from.
+
+        As a guess, that is one of these where nothing of the user's stands between.
+        """
+        tangents = self.capture.joint.tangents
+        held = self.around.tangents_held or tuple(
+            tensors(tangent)[0].dim() == 0 and self.loss_storage < 0 for tangent in tangents
+        )
+        return {
+            s
+            for tangent, lives_on in zip(tangents, held, strict=True)
+            if lives_on
+            for s in self.capture.lives_in[tangent]
+            if s >= 0
+        }
 
     def _sizes(self) -> list[int]:
         sizes = [s.size_bytes for s in self.capture.storages]

@@ -122,6 +122,7 @@ class Graph(_torch.Watch):
         self.found: tuple[Around, frozenset[int]] | None = None
         self._tracker: _torch.AllocationTracker | None = None
         self._outputs: list[_torch.StorageWeakRef | None] = []
+        self._tangents: list[_torch.StorageWeakRef | None] = []
         self._own: list[bool] = []
         self._sizes: list[int] = []
         self._ran = False
@@ -153,7 +154,13 @@ class Graph(_torch.Watch):
             and around.loss_held_bytes <= guess.loss_held_bytes
         )
         rest = replace(around, loss_bytes=guess.loss_bytes, loss_held_bytes=guess.loss_held_bytes)
+        if guess.tangents_held is None and not self._holds_large_tangents(around):
+            rest = replace(rest, tangents_held=None)
         return no_more and rest == guess and less <= self.made.plan.peak_bytes // 200
+
+    def _holds_large_tangents(self, around: Around) -> bool:
+        held = zip(self.captured.joint.tangents, around.tangents_held or (), strict=False)
+        return any(lives_on and tensors(tangent)[0].numel() > 1 for tangent, lives_on in held)
 
     # -------------------------------------------------------------- running
 
@@ -206,7 +213,7 @@ class Graph(_torch.Watch):
                 )
             gradients = self._others[absent](args)
         if first:
-            self._see_outputs()
+            self._see_what_is_left()
         return gradients
 
     # -------------------------------------------------------------- watching the first step
@@ -237,6 +244,9 @@ class Graph(_torch.Watch):
             self._tracker = None
 
     def _read_counter(self, tangents: list[Any], absent: frozenset[int]) -> None:
+        self._tangents = [
+            None if t is None else _torch.StorageWeakRef(t.untyped_storage()) for t in tangents
+        ]
         gone = tuple(ref is not None and ref.expired() for ref in self._outputs)
         self.unsure = any(own and not early for own, early in zip(self._own, gone, strict=True))
         if self.around.gone is not None:
@@ -274,11 +284,13 @@ class Graph(_torch.Watch):
             absent,
         )
 
-    def _see_outputs(self) -> None:
+    def _see_what_is_left(self) -> None:
         assert self.found is not None
         around, absent = self.found
+        tangents = tuple(ref is not None and not ref.expired() for ref in self._tangents)
+        around = replace(around, tangents_held=tangents)
         released = tuple(ref is not None and ref.expired() for ref in self._outputs)
         if any(released):
             around = replace(around, released=released)
         self.found = (around, absent)
-        self._outputs = []
+        self._outputs, self._tangents = [], []

@@ -29,12 +29,6 @@ FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 BUDGETS = ("100%", "60%", "40%", "minimum")
 
-# Their forwards do not capture as one graph: a size or a factor depends on data, or there is a
-# recurrent layer.
-SEVERAL_GRAPHS = frozenset(
-    {"01_bn_running_stats", "08_slice_assign_token", "27_moe_token_counts", "28_lstm"}
-)
-
 
 def loaded(path: Path) -> ModuleType:
     """The module of a file whose name is no identifier."""
@@ -131,20 +125,8 @@ def feasible(name: str, budget: str, use: Callable[[int], nn.Module]) -> tuple[i
     return allowed, use(allowed)
 
 
-def parameters() -> list[Any]:
-    return [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, raises=autockpt.CaptureError, reason="one graph")
-            if name in SEVERAL_GRAPHS
-            else (),
-        )
-        for name in CASES
-    ]
-
-
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", CASES)
 def test_a_case_has_eagers_values(name: str, budget: str) -> None:
     case = case_named(name)
     harness = loaded(FOLDER / "_harness.py")
@@ -162,7 +144,7 @@ def test_a_case_has_eagers_values(name: str, budget: str) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", CASES)
 def test_a_case_keeps_its_budget(name: str, budget: str) -> None:
     case = case_named(name)
     seen: set[str] = set()

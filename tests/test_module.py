@@ -424,7 +424,9 @@ def test_a_given_plan_stays_whatever_the_user_does_with_the_outputs() -> None:
         loss.backward()
         model.zero_grad(set_to_none=True)
     assert torch.equal(metric, loss)
-    assert model.plan.schedule == plan.schedule
+    # The same runs in the same order; what the user holds is freed later.
+    assert model.plan.schedule.forward_computes == plan.schedule.forward_computes
+    assert model.plan.schedule.backward_computes == plan.schedule.backward_computes
     assert model.plan.budget_bytes == 2 * tight()
 
 
