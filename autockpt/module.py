@@ -145,7 +145,7 @@ def optimize(
     )
     handle = Handle(model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate)
     if example_inputs is not None or example_kwargs is not None:
-        handle.plan_step_now(as_tuple(example_inputs), dict(example_kwargs or {}))
+        handle.plan_ahead(as_tuple(example_inputs), dict(example_kwargs or {}))
     restore(model)
     handle.attach()
     return model
@@ -378,6 +378,15 @@ class Handle:
             self._inputs = None
         self._show(self._several.plan)
         return output
+
+    def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan now, where that is possible: several graphs show themselves only in a step."""
+        try:
+            self.plan_step_now(args, kwargs)
+        except CaptureError as error:
+            if not self._may_divide():
+                raise
+            _LOG.info("planned when the first step has run: %s", error)
 
     def plan_now(
         self,

@@ -4,8 +4,8 @@ A *window* is the micro-batches between two optimizer steps. Micro-batch i with 
 w_i / d times its gradient, so that W / d times the mean is there at last, W the window's weight.
 ``step`` knows W beforehand and divides by it. ``micro_step`` does not: it divides by what the
 window would weigh were all its micro-batches like the first, raises the divisor should more
-arrive, and sets the gradients right once, at the window's end. Nothing is ever larger than the mean itself
-by more than rounding, so that half precision overflows only where a plain loop does.
+arrive, and sets the gradients right once, at the window's end. Nothing is ever larger than the
+mean itself by more than rounding, so that half precision overflows only where a plain loop does.
 """
 
 from __future__ import annotations
