@@ -1,0 +1,209 @@
+"""``accumulate="auto"``: the micro-batch and the plan, chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW
+
+import autockpt
+from autockpt import InfeasibleBudget, Plan, StepError
+from autockpt.choose import candidates, choose
+from autockpt.split import shares
+from autockpt_solvers.methods.keep_all import solve as keep_all
+from autockpt_solvers.problem import Operation, Problem, Storage
+from models import GPT
+from oracle import measure_peak, model_state, resident_bytes
+from tiny_models import MLP, seeded
+
+
+def step_of(time_ns: int, peak_bytes: int, extra_ns: int = 0) -> Plan:
+    """A plan that takes so long and so much; ``extra_ns`` of it more than without recomputation."""
+    problem = Problem(
+        storages=(Storage("x", peak_bytes), Storage("y", 0)),
+        operations=(
+            Operation("x", (), (0,), extra_ns, recompute_inputs=(), recompute_outputs=(0,)),
+            Operation("y", (0,), (1,), time_ns),
+        ),
+        barrier=1,
+        live_at_end=frozenset({1}),
+    )
+    problem = replace(
+        problem, operations=(replace(problem.operations[0], cost_ns=0), problem.operations[1])
+    )
+    return Plan(problem, keep_all(problem, time_limit_s=1).schedule, None, "keep_all", 0.0, 0.0)
+
+
+class Machine:
+    """A model of 1 ms a micro-batch and 1 ms a sample, of 10 bytes a sample, without a floor.
+
+    Under the budget each byte that is missing costs ``price_ns``.
+    """
+
+    def __init__(self, budget: int, price_ns: int, floor: int = 0) -> None:
+        self.budget, self.price_ns, self.floor = budget, price_ns, floor
+        self.solved: list[int] = []
+
+    def unlimited(self, size: int, parts: int) -> Plan:
+        return step_of(1_000_000 * (1 + size), 10 * size)
+
+    def limited(self, size: int, parts: int) -> Plan:
+        self.solved.append(size)
+        missing = 10 * size - self.budget
+        if self.budget < self.floor * size:
+            raise InfeasibleBudget(self.budget, self.floor * size)
+        return step_of(1_000_000 * (1 + size) + self.price_ns * missing, self.budget)
+
+    def best(self, samples: int) -> tuple[int, ...]:
+        """By trying all."""
+
+        def time(parts: int) -> float:
+            size = shares(samples, parts)[0]
+            fits = 10 * size <= self.budget
+            if not fits and self.budget < self.floor * size:
+                return float("inf")
+            plan = (self.unlimited if fits else self.limited)(size, parts)
+            return plan.step_time_s * samples / size
+
+        return shares(samples, min(candidates(samples), key=time))
+
+    def choose(self, samples: int) -> tuple[int, ...]:
+        return choose(samples, self.unlimited, self.limited, self.budget, 0.0).sizes
+
+
+@pytest.mark.parametrize("samples", [1, 6, 12, 32])
+@pytest.mark.parametrize("price_ns", [1_000, 20_000, 300_000])
+@pytest.mark.parametrize("budget", [10, 25, 80, 200, 1000])
+@pytest.mark.parametrize("floor", [0, 3, 9])
+def test_the_fastest_that_fits_is_chosen(
+    samples: int, price_ns: int, budget: int, floor: int
+) -> None:
+    machine = Machine(budget, price_ns, floor)
+    chosen = machine.choose(samples)
+    solved = len(machine.solved)
+    assert chosen == machine.best(samples)
+    assert solved <= len(candidates(samples))
+
+
+def test_what_cannot_win_is_not_solved() -> None:
+    machine = Machine(budget=160, price_ns=10**9)
+    assert machine.choose(32) == (16, 16)
+    assert machine.solved == [32]
+
+
+def test_adding_gradients_takes_time_too() -> None:
+    def cheap(size: int, parts: int) -> Plan:
+        return step_of(1_000_000 * size, 10 * size)
+
+    def dear(size: int, parts: int) -> Plan:
+        return step_of(1_050_000 * size, 40)
+
+    assert choose(8, cheap, dear, 40, 0.0).sizes == (4, 4)
+    assert choose(8, cheap, dear, 40, 1e-3).sizes == (8,)
+
+
+def gpt() -> nn.Module:
+    return seeded(lambda: GPT(layers=2, dim=32, heads=2, vocab=64, seq=24))
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(64, (8, 25), generator=torch.Generator().manual_seed(3))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def optimised(budget: int | None, **options: object) -> tuple[nn.Module, AdamW]:
+    model = gpt()
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    autockpt.optimize(
+        model, budget, optimizer=optimizer, accumulate="auto", time_limit=1, **options
+    )
+    return model, optimizer
+
+
+def test_without_a_budget_the_choice_is_explained(data: tuple[Tensor, Tensor]) -> None:
+    model, _ = optimised(None)
+    model.step(*data)
+    plan = model.plan
+    assert "samples" in plan.origin["micro-batches"]
+    for parts in candidates(8):
+        assert f"{parts} of {8 // parts}: " in plan.origin["compared"]
+    assert Plan.from_dict(plan.to_dict()).origin == plan.origin
+
+
+@pytest.mark.parametrize("loss", ["inside", "outside"])
+@pytest.mark.parametrize("share", [0.6, 0.3])
+def test_the_budget_is_kept_and_the_result_is_the_full_batchs(
+    share: float, loss: str, data: tuple[Tensor, Tensor]
+) -> None:
+    x, y = data
+    plain = gpt()
+    plain(x, y).backward()
+    full = autockpt.plan(gpt(), (x, y), None)
+    model, optimizer = optimised(None)
+    resident = resident_bytes(model, (x, y)) + 3 * sum(4 * p.numel() for p in model.parameters())
+    budget = resident + int(share * (full.baseline_peak_bytes - full.problem.resident_bytes))
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    outside = loss == "outside"
+    model, optimizer = optimised(budget, loss_fn=cross_entropy if outside else None)
+    found: list[list[Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: found.append([p.grad.clone() for p in model.parameters()])
+    )
+
+    def step() -> None:
+        if outside:
+            model.step(x, target=y)
+        else:
+            model.step(x, y)
+
+    for _ in range(3):
+        step()
+    for mine, theirs in zip(found[-1], plain.parameters(), strict=True):
+        assert (mine - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+    found.clear()
+    measured = resident_bytes(model, (x, y), optimizer) + measure_peak(step).delta_bytes
+    measured -= sum(g.numel() * 4 for window in found for g in window)  # this test's own copies
+    assert measured <= budget
+    assert model.plan.budget_bytes == budget
+
+
+def test_a_budget_too_small_for_one_sample_says_the_minimum(data: tuple[Tensor, Tensor]) -> None:
+    model, _ = optimised(1000)
+    before = model_state(model)
+    autockpt.restore(model)
+    with pytest.raises(InfeasibleBudget) as error:
+        optimised(1000, example_inputs=data)
+    model, _ = optimised(1000)
+    with pytest.raises(InfeasibleBudget) as later:
+        model.step(*data)
+    assert later.value.minimum_bytes == error.value.minimum_bytes
+    assert not hasattr(model, "autockpt")
+    assert len(before.identities) == len(model_state(model).identities)
+    model, optimizer = optimised(error.value.minimum_bytes)
+    for _ in range(3):
+        model.step(*data)
+    measured = resident_bytes(model, data, optimizer)
+    measured += measure_peak(lambda: model.step(*data)).delta_bytes
+    assert measured <= error.value.minimum_bytes + 8  # the loss that is returned
+
+
+def test_micro_steps_need_a_number() -> None:
+    model = seeded(lambda: MLP(dim=8, layers=1))
+    autockpt.optimize(
+        model, None, optimizer=SGD(model.parameters(), lr=0.1), accumulate="auto",
+        loss_fn=lambda output: output.square().mean(),
+    )  # fmt: skip
+    with pytest.raises(StepError, match="auto"):
+        model.micro_step(torch.ones(4, 8))
+    assert model.step(torch.ones(4, 8)).isfinite()
+
+
