@@ -157,7 +157,7 @@ def test_the_gradients_are_those_of_a_loop_over_the_same_graph(name: str) -> Non
             next(model.parameters()).register_hook(lambda gradient: None)
         for _ in range(2):
             model.step(x, y)
-    first, expected, other, last = found
+    _first, expected, other, last = found
     for name, gradient in expected.items():
         assert torch.equal(last[name], other[name])
         scale = gradient.abs().max()

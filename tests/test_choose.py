@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -205,5 +204,3 @@ def test_micro_steps_need_a_number() -> None:
     with pytest.raises(StepError, match="auto"):
         model.micro_step(torch.ones(4, 8))
     assert model.step(torch.ones(4, 8)).isfinite()
-
-

@@ -545,7 +545,7 @@ def test_a_branch_on_data_names_the_users_line(now: bool) -> None:
     model, x = seeded(Branching), mlp()[1]
     before = model_state(model)
     with pytest.raises(CaptureError) as error:
-        begin(model, now, x)
+        begin(model, now, x, fullgraph=True)
     assert "Branching" in str(error.value)
     assert f"test_module.py, line {BRANCH}, in forward" in str(error.value)
     assert_state_unchanged(model, before)

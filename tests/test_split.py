@@ -18,7 +18,7 @@ import autockpt
 from autockpt import InputError
 from autockpt.split import Batch, Split, batch_size, cut, shares
 
-Pair = namedtuple("Pair", ["left", "right"])
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - what users have
 
 
 @dataclass(frozen=True)
