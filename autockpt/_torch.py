@@ -104,8 +104,7 @@ __all__ = [
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
 _SIGNATURES = 64
-# The same for a frame that a graph broke in: a number read from a tensor is guarded on by its
-# value, which changes with every step.
+# The same for a frame that a graph broke in.
 _RESUMED = 3
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
@@ -251,13 +250,17 @@ def compile_forward(
 
 
 def compile_pieces(
-    model: nn.Module, partition: Partition, skipped: Callable[[], None]
+    model: nn.Module, partition: Partition, given_up: set[str], skipped: Callable[[], None]
 ) -> Callable[..., Any]:
     """Return a callable that runs ``model.forward`` as several graphs, with plain Python between.
 
     Where Dynamo cannot trace on, a graph ends; what it cannot trace runs plainly, and so does
     everything called from there. ``partition`` is called with each graph in turn. Where nothing of
     a frame can be traced (a loop with a break inside), ``skipped`` is called and it runs plainly.
+
+    ``given_up`` takes the names of frames behind a break that cannot be traced any more: a number
+    read from a tensor is guarded on by its value, which changes with every step. They run plainly
+    from then on, also where the same set is passed again; so the graphs stay the same.
 
     Hooks of the model itself are not run: for a model without them.
     """
@@ -271,7 +274,7 @@ def compile_pieces(
     )
     entry.__kwdefaults__ = own.__kwdefaults__
     context: Any = torch._dynamo.optimize(_backend(partition), nopython=False, dynamic=False)
-    context.callback = _OwnFrames(context.callback, entry.__code__, skipped)
+    context.callback = _OwnFrames(context.callback, entry.__code__, given_up, skipped)
     compiled = context(entry)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -284,20 +287,28 @@ class _OwnFrames:
     """Dynamo's callback for new frames, kept to one function and what is resumed of it."""
 
     def __init__(
-        self, inner: Callable[..., Any], code: types.CodeType, skipped: Callable[[], None]
+        self,
+        inner: Callable[..., Any],
+        code: types.CodeType,
+        given_up: set[str],
+        skipped: Callable[[], None],
     ) -> None:
         self._torchdynamo_orig_backend = self.inner = inner
         self.code = code
+        self.given_up = given_up
         self.skipped = skipped
 
     def __call__(self, frame: Any, cache_entry: Any, state: Any) -> ConvertFrameReturn:
         code = frame.f_code
-        if code is self.code or code.co_name.startswith("torch_dynamo_resume_in"):
+        resumed = code.co_name.startswith("torch_dynamo_resume_in")
+        if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
             with contextlib.suppress(Exception):
                 result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
+            if resumed:
+                self.given_up.add(code.co_name)
             self.skipped()
         # Not for good: the code object is the user's, and others may trace it.
         return ConvertFrameReturn(
@@ -813,7 +824,33 @@ def queue_delay(cycles: int) -> None:
 # ------------------------------------------------------------------ memory, operator by operator
 
 
-class AllocationTracker(TorchDispatchMode):
+class _Onlooker(TorchDispatchMode):
+    """A dispatch mode that sees operators and changes nothing that they do."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiling under it is safe."""
+        return True
+
+    def leave(self) -> bool:
+        """Leave it wherever on this thread's stack it is; return whether that was possible.
+
+        Modes that the user has entered since stay. Inside a backward nothing can be left for good:
+        autograd puts the stack back when it returns.
+        """
+        stack = _get_current_dispatch_mode_stack()
+        if in_backward() or not any(mode is self for mode in stack):
+            return False
+        above = stack[[mode is self for mode in stack].index(True) + 1 :]
+        # Of the base class: the user's own enter and exit are not to run.
+        for mode in (*reversed(above), self):
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        for mode in above:
+            TorchDispatchMode.__enter__(mode)
+        return True
+
+
+class AllocationTracker(_Onlooker):
     """While entered, counts the bytes that operators allocate and have not freed.
 
     Workspace inside an operator is not seen. Works on real and on fake tensors.
@@ -832,11 +869,6 @@ class AllocationTracker(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._outside: dict[int, StorageWeakRef] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """It changes nothing that operators do: compiling under it is safe."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -875,49 +907,19 @@ class AllocationTracker(TorchDispatchMode):
         for key in [k for k, ref in self._outside.items() if ref.expired()]:
             del self._outside[key]
 
-    def leave(self) -> bool:
-        """Leave it wherever on this thread's stack it is; return whether that was possible.
 
-        Modes that the user has entered since stay. Inside a backward nothing can be left for good:
-        autograd puts the stack back when it returns.
-        """
-        return _leave(self)
-
-
-def _leave(own: TorchDispatchMode) -> bool:
-    stack = _get_current_dispatch_mode_stack()
-    if in_backward() or not any(mode is own for mode in stack):
-        return False
-    above = stack[[mode is own for mode in stack].index(True) + 1 :]
-    # Of the base class: the user's own enter and exit are not to run.
-    for mode in (*reversed(above), own):
-        TorchDispatchMode.__exit__(mode, None, None, None)
-    for mode in above:
-        TorchDispatchMode.__enter__(mode)
-    return True
-
-
-class OperatorMode(TorchDispatchMode):
+class OperatorMode(_Onlooker):
     """While entered, hands every operator to a function that runs it: ``see(run, inputs)``."""
 
     def __init__(self, see: Callable[[str, Callable[[], Any], list[torch.Tensor]], Any]) -> None:
         super().__init__()
         self.see = see
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """It changes nothing that operators do: compiling under it is safe."""
-        return True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def run() -> Any:
             return func(*args, **(kwargs or {}))
 
         return self.see(str(func), run, _strided((args, kwargs)))
-
-    def leave(self) -> bool:
-        """See :meth:`AllocationTracker.leave`."""
-        return _leave(self)
 
 
 def _strided(value: Any) -> list[torch.Tensor]:

@@ -43,7 +43,8 @@ class Part:
         path: its path in the model.
         mode: how it runs.
         reason: why it does not run as one graph.
-        inside: says whether the model is in a training forward of ours.
+        owner: knows whether the model is in a training forward, plans the graphs, and has the
+            parts of other modules.
     """
 
     def __init__(self, owner: Any, module: nn.Module, path: str, reason: str = "") -> None:
@@ -54,6 +55,7 @@ class Part:
         self.calls = 0
         self.compiled: list[Callable[..., Any]] = []
         self.ran: set[int] = set()
+        self.given_up: set[str] = set()  # frames behind a break that run plainly
         self.halves: tuple[Part, ...] = ()
         self.mode = Mode.WHOLE
         if _runs_plainly(module):
@@ -82,9 +84,8 @@ class Part:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, under its graphs where the model trains."""
-        if torch.compiler.is_compiling():
-            return self.module._call_impl(*args, **kwargs)
-        if not self.owner.inside or not torch.is_grad_enabled():
+        plain = torch.compiler.is_compiling() or not self.owner.inside
+        if plain or not torch.is_grad_enabled():
             return self.module._call_impl(*args, **kwargs)
         return self.run(args, kwargs)
 
@@ -121,7 +122,7 @@ class Part:
 
         if self.mode is Mode.WHOLE:
             return _torch.compile_forward(self.module, partition)
-        return _torch.compile_pieces(self.module, partition, self._skipped)
+        return _torch.compile_pieces(self.module, partition, self.given_up, self._skipped)
 
     # -------------------------------------------------------------- dividing
 

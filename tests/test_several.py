@@ -88,7 +88,7 @@ def train(model: nn.Module, steps: int, peaks: list[int] | None = None) -> list[
             model(x).backward()
 
         model.zero_grad(set_to_none=True)
-        if peaks is not None and number == steps - 1:
+        if peaks is not None and number >= steps - 4:
             peaks.append(whole_step_peak(model, step, (x,)))
         else:
             step()
@@ -116,8 +116,9 @@ def test_gradients_peak_and_prediction(build: type[nn.Module]) -> None:
             found, budget, model = train(tight, 9, peaks), error.minimum_bytes, tight
         for ours, eagers in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, eagers, rtol=1e-5, atol=1e-6)
-        assert peaks[0] <= budget
-        assert abs(peaks[0] - model.plan.peak_bytes) <= 0.01 * peaks[0]
+        assert len(peaks) == 4
+        assert max(peaks) <= budget
+        assert all(abs(peak - model.plan.peak_bytes) <= 0.01 * peak for peak in peaks)
 
 
 def test_below_the_minimum_says_what_is_enough() -> None:
@@ -129,7 +130,7 @@ def test_below_the_minimum_says_what_is_enough() -> None:
     model = autockpt.optimize(copy.deepcopy(plain), caught.value.minimum_bytes, time_limit=5)
     peaks: list[int] = []
     train(model, 9, peaks)
-    assert peaks[0] <= caught.value.minimum_bytes
+    assert max(peaks) <= caught.value.minimum_bytes
 
 
 def test_fullgraph_is_an_error() -> None:
