@@ -201,10 +201,9 @@ def _check_names(forward: Callable[..., Any], batch: Batch, split: Split) -> Non
 
 
 def _samples(arguments: list[tuple[str, Any, Any]], split: Split) -> int:
-    said = [(v, along) for _, v, along in arguments if along is not _RULE and along is not None]
-    ruled = [(v, split.batch_dim) for _, v, along in arguments if along is _RULE]
-    for value, along in (*said, *ruled):
-        size = next(iter(_sizes(value, along)), None)
+    for _, value, along in arguments:
+        where = split.batch_dim if along is _RULE else along
+        size = next(iter(_sizes(value, where)), None) if where is not None else None
         if size is not None:
             if size == 0:
                 raise InputError("the batch is empty.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,28 +12,21 @@ import autockpt
 from autockpt import InfeasibleBudget, Plan, StepError
 from autockpt.choose import candidates, choose
 from autockpt.split import shares
-from autockpt_solvers.methods.keep_all import solve as keep_all
 from autockpt_solvers.problem import Operation, Problem, Storage
+from autockpt_solvers.schedule import free_early
 from models import GPT
 from oracle import measure_peak, model_state, resident_bytes
 from tiny_models import MLP, seeded
 
 
-def step_of(time_ns: int, peak_bytes: int, extra_ns: int = 0) -> Plan:
-    """A plan that takes so long and so much; ``extra_ns`` of it more than without recomputation."""
+def step_of(time_ns: int, peak_bytes: int) -> Plan:
+    """A plan of a step that takes so long and so much."""
     problem = Problem(
-        storages=(Storage("x", peak_bytes), Storage("y", 0)),
-        operations=(
-            Operation("x", (), (0,), extra_ns, recompute_inputs=(), recompute_outputs=(0,)),
-            Operation("y", (0,), (1,), time_ns),
-        ),
+        storages=(Storage("x", peak_bytes),),
+        operations=(Operation("x", (), (0,), cost_ns=time_ns),),
         barrier=1,
-        live_at_end=frozenset({1}),
     )
-    problem = replace(
-        problem, operations=(replace(problem.operations[0], cost_ns=0), problem.operations[1])
-    )
-    return Plan(problem, keep_all(problem, time_limit_s=1).schedule, None, "keep_all", 0.0, 0.0)
+    return Plan(problem, free_early(problem, [0], []), None, "keep_all", 0.0, 0.0)
 
 
 class Machine:
