@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 from autockpt_solvers import Operation, Problem, Storage
+from autockpt_solvers.minimum import minimum
+from autockpt_solvers.solve import solve
 
 
 def random_problem(seed: int, *, most: int = 6) -> Problem:
@@ -132,3 +134,9 @@ def budgets(problem: Problem, smallest: int, largest: int) -> list[int]:
     """Return a few budgets from the minimum to the peak with nothing recomputed."""
     span = largest - smallest
     return sorted({smallest, smallest + span // 3, smallest + 2 * span // 3, largest})
+
+
+def budget_between(problem: Problem, thirds: int) -> int:
+    """Return a budget so many thirds of the way from the minimum to the baseline's peak."""
+    lowest, highest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
+    return lowest + thirds * (highest - lowest) // 3

@@ -10,7 +10,7 @@ from autockpt_solvers import SolverError, lower_bound, minimum, solve
 from autockpt_solvers.chain import closure
 from autockpt_solvers.methods import greedy, mincut
 from autockpt_solvers.on_demand import Demand, needed_storages
-from random_problems import random_problem
+from random_problems import budget_between, random_problem
 
 
 def price_of(demand, kept, price):
@@ -58,10 +58,9 @@ def test_a_higher_price_keeps_fewer_bytes():
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 3))
-def test_answers_keep_the_budget_and_the_bound(seed, quarter):
+def test_answers_keep_the_budget_and_the_bound(seed, thirds):
     problem = random_problem(seed, most=16)
-    lowest, highest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
-    budget = lowest + quarter * (highest - lowest) // 3
+    budget = budget_between(problem, thirds)
     try:
         found = mincut.solve(problem, budget)
     except SolverError as error:

@@ -12,7 +12,7 @@ from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, revolve, rotor
 from autockpt_solvers.on_demand import Demand
 from chain_problems import uniform_chain
-from random_problems import random_problem
+from random_problems import budget_between, random_problem
 
 
 @cache
@@ -64,10 +64,9 @@ def test_nothing_is_better_on_uniform_chains(length):
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 3))
-def test_answers_keep_the_budget(seed, quarter):
+def test_answers_keep_the_budget(seed, thirds):
     problem = random_problem(seed, most=16)
-    lowest, highest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
-    budget = lowest + quarter * (highest - lowest) // 3
+    budget = budget_between(problem, thirds)
     try:
         found = revolve.solve(problem, budget)
     except SolverError:

@@ -11,7 +11,7 @@ from autockpt_solvers.chain import Checkpoint, Save, chains, realise
 from autockpt_solvers.methods import exhaustive, rotor
 from autockpt_solvers.on_demand import Demand, stage_schedule
 from chain_problems import random_chain
-from random_problems import random_problem
+from random_problems import budget_between, random_problem
 
 
 @cache
@@ -64,10 +64,9 @@ def test_it_comes_near_the_best_schedule_of_any_class():
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 3))
-def test_answers_keep_the_budget_and_the_bound(seed, quarter):
+def test_answers_keep_the_budget_and_the_bound(seed, thirds):
     problem = random_problem(seed, most=16) if seed % 2 else random_chain(seed, 12)
-    lowest, highest = minimum(problem).peak_bytes, solve(problem, None).peak_bytes
-    budget = lowest + quarter * (highest - lowest) // 3
+    budget = budget_between(problem, thirds)
     try:
         found = rotor.solve(problem, budget)
     except SolverError:
