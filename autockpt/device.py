@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from autockpt import _torch
 from autockpt_solvers.errors import CaptureError
 
-__all__ = ["Cpu", "Cuda", "Device", "device_of"]
+__all__ = ["Cpu", "Cuda", "Device", "device_of", "placement"]
 
 
 class Device(Protocol):
@@ -161,6 +162,11 @@ class Cuda:
         torch.cuda.synchronize(self.kind)
         del result
         return int(start.elapsed_time(end) * 1e6)
+
+
+def placement(model: nn.Module) -> torch.device:
+    """Return the device that a model's parameters are on; the CPU where it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @functools.cache

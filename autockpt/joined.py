@@ -38,8 +38,8 @@ class Joined:
     Attributes:
         problem: all graphs and what runs between them.
         places: for each graph, in the order of its forwards: its own operation -> the problem's.
-        windows: for each backward operation of the problem that starts a graph's backward the
-            number of the graph; None for operators between.
+        windows: what the backward runs, in order: a graph's backward, as the graph's number, or
+            None and operations between.
     """
 
     problem: Problem
@@ -52,8 +52,9 @@ class Joined:
         problem = formulation.problem
         forward = [back[i] for i in schedule.forward_computes if i in back]
         backward = [back[i] for i in schedule.backward_computes if i in back]
+        own = [i for i in problem.backward if not problem.operations[i].outside]
+        first = own[0] if own else problem.barrier
         outside = [i for i in problem.backward if problem.operations[i].outside]
-        first = min((i for i in problem.backward if i not in outside), default=problem.barrier)
         before = [i for i in outside if i < first]
         after = [i for i in outside if i > first]
         return free_early(problem, forward, [*before, *backward, *after])
@@ -112,9 +113,10 @@ class _Joiner:
         self.given: list[tuple[int, ...]] = [() for _ in members]
         self.windows: list[tuple[int | None, tuple[int, ...]]] = []
         self.last_reads: dict[int, list[int]] = {}  # event -> blocks released there
-        self.read_outside = {
-            block for e in record.events if e.kind is Kind.OPERATOR for block in e.inputs
-        }
+        self.read_outside: set[int] = set()  # storages that operators between have read
+        self.primals = [
+            {p: i for i, p in enumerate(m.formulation.capture.joint.primals)} for m in members
+        ]
         for block, event in record.died.items():
             self.last_reads.setdefault(event, []).append(block)
 
@@ -159,6 +161,7 @@ class _Joiner:
 
     def _operator(self, event: Event, position: int) -> None:
         outputs = tuple(self._block(b) for b in event.outputs)
+        self.read_outside |= {self.blocks[b] for b in event.inputs if b in self.blocks}
         self._outside(
             event.name,
             self._released(position, outputs),
@@ -196,14 +199,14 @@ class _Joiner:
         for (_, storage, _), block in zip(
             captured.gradients, _recorded(captured, event), strict=True
         ):
-            if storage >= 0 and storage not in own and block not in (OUTSIDE, *self.blocks):
+            known = block == OUTSIDE or block in self.blocks
+            if storage >= 0 and storage not in own and not known:
                 own[storage] = self._block(block, problem.storages[storage].size_bytes)
         gone = self._released(position, ())
         handed_out = {self.blocks[b] for b in event.outputs if b in self.blocks}
         start = len(self.operations)
         # What only graphs read lives as long as they save it, which the schedule decides.
-        others = {self.blocks[b] for b in self.read_outside if b in self.blocks}
-        first = [s for s in gone if s not in handed_out and s in others]
+        first = [s for s in gone if s not in handed_out and s in self.read_outside]
         self._outside(f"begin_of_{member.path or 'backward'}", first, (), 0, "begin")
         self.windows.append((None, (start,)))
         for local in problem.backward:
@@ -258,7 +261,7 @@ class _Joiner:
             arguments.append,
         )
         captured = formulation.capture
-        position = {p: i for i, p in enumerate(captured.joint.primals)}
+        position = self.primals[number]
         found: list[int] = []
         while arguments:
             node = arguments.pop()

@@ -24,7 +24,7 @@ from autockpt.accumulate import Accumulating
 from autockpt.backwards import guard_backward
 from autockpt.capture import Capture, capture, read_joint, traced, training
 from autockpt.choose import Choice, add_time_s, choose
-from autockpt.device import Device, device_of
+from autockpt.device import Device, device_of, placement
 from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
@@ -125,7 +125,7 @@ def optimize(
         PinError: a pattern matches nothing.
     """
     require_trainable(model)
-    device_of(_device(model))
+    device_of(placement(model))
     if backend != "eager":
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
     if arena:
@@ -310,7 +310,7 @@ class Handle:
             self._inputs = None
         # Outside the handler: what fails from here on has nothing to do with that error.
         if failure and not begun:
-            self._several = Several(model, self.options, device_of(_device(model)), self._around)
+            self._several = Several(model, self.options, device_of(placement(model)), self._around)
             self._several.begin(failure)
             return self._run_several(args, kwargs)
         if failure:
@@ -649,7 +649,7 @@ class Handle:
         )
 
     def _device(self) -> Device | Modelled:
-        return self.modelled or device_of(_device(self.model))
+        return self.modelled or device_of(placement(self.model))
 
     def _around(self) -> Around:
         """What is there during the step that is about to run."""
@@ -767,10 +767,6 @@ class Handle:
 
 
 # ------------------------------------------------------------------ small questions to a model
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _has_gradients(model: nn.Module) -> bool:

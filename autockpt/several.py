@@ -1,8 +1,9 @@
 """Several: a model of several graphs, trained under one budget.
 
-The first step runs every graph with nothing kept that can be computed again, and is recorded. Its
-graphs and what ran between them then make one problem (:mod:`autockpt.joined`); its schedule is
-handed back to the graphs, which are compiled again where theirs has changed.
+The first steps run every graph with nothing kept that can be computed again; one in which nothing
+was captured is recorded. Its graphs and what ran between them then make one problem
+(:mod:`autockpt.joined`), whose schedule is handed back to the graphs; they are compiled again where
+theirs has changed.
 """
 
 from __future__ import annotations
@@ -74,8 +75,7 @@ class Several:
         self.plan: Plan | None = None
         self.captures = 0
         self._decided: dict[Key, _Decided] = {}
-        self._pieces: dict[Key, _Piece] = {}
-        self._seen: dict[tuple[Key, ...], Problem | None] = {}
+        self._seen: set[tuple[Key, ...]] = set()
         self._running: list[Key] = []
         self._capture_s = 0.0
         self.recorder: Recorder | None = None
@@ -118,7 +118,7 @@ class Several:
         formulation = self._formulated(captured, type(part.module).__name__)
         schedule = decided.schedule or _least_kept(formulation.problem)
         forward, backward = rewrite(formulation, schedule)
-        lacks = lacking(joint, saved_placeholders(backward, captured))
+        lacks = lacking(joint, saved_placeholders(backward, captured)) if captured.absent else []
         if lacks:
             forward, backward = rewrite(formulation, schedule, lacks)
         plan = Plan(
@@ -132,7 +132,6 @@ class Several:
         made = Made(plan, formulation)
         piece = _Piece(self, key, part, joint, captured, made)
         piece.saved = saved_placeholders(backward, captured)
-        self._pieces[key] = piece
         self.captures += 1
         self._capture_s = time.perf_counter() - started
         return forward, backward, piece
@@ -194,13 +193,11 @@ class Several:
 
     def _wanted(self) -> bool:
         """Whether the coming step is to be recorded: the last one was of an order not seen yet."""
-        return len(self._seen) < _SEQUENCES and (
-            not self._seen or tuple(self._running) not in self._seen
-        )
+        return len(self._seen) < _SEQUENCES and tuple(self._running) not in self._seen
 
     def _stop_recording(self) -> None:
-        if self.recorder is not None and not self.recorder.leave():
-            self.recorder.active = False
+        if self.recorder is not None:
+            self.recorder.leave()
 
     def _after_step(self) -> None:
         """Learn from the step that was recorded, if one was."""
@@ -212,14 +209,13 @@ class Several:
         keys = tuple(piece.place for piece in record.sequence)
         if not record.complete:
             return
-        if not record.regular:
-            self._seen[keys] = None
-            return
-        self._learn(record, keys)
+        self._seen.add(keys)
+        if record.regular:
+            self._learn(record)
 
     # -------------------------------------------------------------- planning the whole step
 
-    def _learn(self, record: Record, keys: tuple[Key, ...]) -> None:
+    def _learn(self, record: Record) -> None:
         """Plan a recorded step, and let the graphs follow where their part of it has changed."""
         absent = {e.graph.place: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD}
         members = [self._member(piece, absent.get(piece.place)) for piece in record.sequence]
@@ -231,13 +227,12 @@ class Several:
             optimizer_bytes=around.optimizer_bytes,
             name=type(self.model).__name__,
         )
-        self._seen[keys] = joined.problem
         plan = self._planned(joined)
         if self.plan is None:
             _LOG.warning(
                 "%s runs as %d graphs under one budget. Not optimised: %s",
                 type(self.model).__name__,
-                len(keys),
+                len(members),
                 plan.origin["unoptimised"],
             )
         self.plan = plan

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autockpt import _torch
+from autockpt.device import placement
 from autockpt.losses import Weight, loss_of, weight_of, weights_of
 from autockpt.ranks import Ranks, wrapper_of
 from autockpt.split import Batch, Split, batch_size, cut, shares
@@ -141,7 +142,7 @@ class Stepper:
             last = next((i for i in reversed(range(len(parts))) if weights[i] > 0), -1)
             # One agreement for the window: its weight, and whether the last backward can sync.
             window.final, together = window.ranks.agree(
-                sum(weights), last == len(parts) - 1, self._device()
+                sum(weights), last == len(parts) - 1, placement(self.model)
             )
             for index, (part, own) in enumerate(zip(parts, weights, strict=True)):
                 sync = together and index == len(parts) - 1
@@ -183,7 +184,7 @@ class Stepper:
         final: float | None = None
         if window.done + 1 >= window.parts:
             total = window.weight + own
-            final, sync = window.ranks.agree(total, own > 0, self._device())
+            final, sync = window.ranks.agree(total, own > 0, placement(self.model))
         try:
             loss = self._micro_batch(window, batch, own, sync, batch.target, final)
             if window.done >= window.parts:
@@ -236,7 +237,7 @@ class Stepper:
             torch.clear_autocast_cache()
             window.done += 1
             window.final = window.final if final is None else final
-            return torch.zeros((), device=self._device())
+            return torch.zeros((), device=placement(self.model))
         with (
             context,
             self.running(self.fuses(window.parts, window.ranks.call), (beside, window.before)),
@@ -320,11 +321,11 @@ class Stepper:
         """Step on the window's gradients, and return its mean loss."""
         window.broken = True  # until it is through
         if window.final is None:
-            window.final, _ = window.ranks.agree(window.weight, False, self._device())
+            window.final, _ = window.ranks.agree(window.weight, False, placement(self.model))
         if window.final == 0:
             # Nothing counted, on any rank: there is no mean, and nothing to step on.
             self.reset()
-            return torch.zeros((), device=self._device())
+            return torch.zeros((), device=placement(self.model))
         self._rescale(window, window.final)
         if not window.synced:
             window.ranks.average(self._parameters())
@@ -342,7 +343,7 @@ class Stepper:
         optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
         self.window = None
-        return torch.zeros((), device=self._device()) if window.loss is None else window.loss
+        return torch.zeros((), device=placement(self.model)) if window.loss is None else window.loss
 
     def _give_back(self, window: _Window) -> None:
         with torch.no_grad():
@@ -445,6 +446,3 @@ class Stepper:
         if self.optimizer is not None:
             found += [p for group in self.optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in found}.values())
-
-    def _device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))

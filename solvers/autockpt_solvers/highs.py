@@ -285,13 +285,19 @@ def solve_lp(program: Program, *, time_limit_s: float, interior: bool = False) -
     arrays = program.arrays()
     options: dict[str, Any] = {"solver": "ipm", "run_crossover": "off"} if interior else {}
     solver = WholeModel(arrays, mip=False, timeLimit=max(time_limit_s, 0.01), **options)
-    status = program.model.solve(solver)
-    if status == pulp.LpStatusInfeasible:
+    program.model.solve(solver)
+    return _lp_result(solver.highs, arrays)
+
+
+def _lp_result(highs: Any, arrays: dict[str, Any]) -> LpResult:
+    """What a run of HiGHS has found, with the bound that its duals prove."""
+    status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
         return LpResult("infeasible", None, None, INFINITY)
-    solution = solver.highs.getSolution()
+    solution = highs.getSolution()
     duals = np.array(solution.row_dual) if solution.dual_valid else None
     values = np.array(solution.col_value) if solution.value_valid else None
-    done = status == pulp.LpStatusOptimal
+    done = status == highspy.HighsModelStatus.kOptimal
     bound = safe_bound(arrays, duals) if duals is not None else -INFINITY
     return LpResult("optimal" if done else "stopped", values if done else None, duals, bound)
 
@@ -325,15 +331,7 @@ class Relaxation:
             # Its clock goes on from run to run.
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + limit_s)
             self._highs.run()
-        status = self._highs.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
-            return LpResult("infeasible", None, None, INFINITY)
-        solution = self._highs.getSolution()
-        duals = np.array(solution.row_dual) if solution.dual_valid else None
-        values = np.array(solution.col_value) if solution.value_valid else None
-        done = status == highspy.HighsModelStatus.kOptimal
-        bound = safe_bound(self.arrays, duals) if duals is not None else -INFINITY
-        return LpResult("optimal" if done else "stopped", values if done else None, duals, bound)
+        return _lp_result(self._highs, self.arrays)
 
 
 def safe_bound(arrays: dict[str, Any], duals: Floats) -> float:

@@ -20,7 +20,7 @@ from autockpt_solvers.problem import Operation, Problem
 from autockpt_solvers.schedule import Compute, Schedule
 from autockpt_solvers.solution import Outcome, Solution, with_bound
 
-__all__ = ["checked", "infeasible", "peak_parts", "solve"]
+__all__ = ["accept_smallest", "checked", "peak_parts", "solve"]
 
 # Binaries beyond which the integer program does not close what the local search leaves open.
 ILP_LIMIT = 20_000
@@ -87,7 +87,7 @@ def solve(
                 left_s = started + time_limit_s - time.perf_counter()
                 smallest = minimum(problem, time_limit_s=max(left_s, 0.1 * time_limit_s))
                 if smallest.peak_bytes > budget_bytes:
-                    raise infeasible(problem, budget_bytes, smallest) from None
+                    raise _infeasible(problem, budget_bytes, smallest) from None
             raise
     found = checked(problem, budget_bytes, found)
     if found.outcome is not Outcome.OPTIMAL and found.lower_bound_ns == 0 and not interrupted:
@@ -142,10 +142,7 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
     Snapshots(best.liveness).run(best, deadline=started + 0.9 * limit_s, starts=starts, say=say)
     if best.order is None:
         say("no schedule yet; looking for the smallest peak")
-        smallest = minimum(problem, time_limit_s=max(deadline - time.perf_counter(), 0.1 * limit_s))
-        if smallest.peak_bytes > budget_bytes:
-            raise infeasible(problem, budget_bytes, smallest)
-        best.accept(smallest.schedule.backward_computes, "minimum")
+        accept_smallest(best, max(deadline - time.perf_counter(), 0.1 * limit_s))
     if best.gap_ns <= CLOSE * step:
         return
     if problem.barrier > GREEDY_FIRST:
@@ -161,6 +158,19 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
         found = ilp.solve(problem, budget_bytes, time_limit_s=left_s, start=best.order)
         best.accept(found.schedule.backward_computes, "ilp")
         best.prove(found.lower_bound_ns)
+
+
+def accept_smallest(best: Incumbent, time_limit_s: float) -> None:
+    """Give an incumbent without an order the schedule of the smallest peak.
+
+    Raises:
+        InfeasibleBudget: that does not fit either.
+    """
+    problem = best.liveness.problem
+    smallest = minimum(problem, time_limit_s=time_limit_s)
+    if smallest.peak_bytes > best.budget_bytes:
+        raise _infeasible(problem, best.budget_bytes, smallest)
+    best.accept(smallest.schedule.backward_computes, "minimum")
 
 
 def _greedy(best: Incumbent, time_limit_s: float) -> list[list[int]]:
@@ -185,8 +195,7 @@ def checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Solu
     return found
 
 
-def infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
-    """Return the error that states the smallest budget and what makes it."""
+def _infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
     return InfeasibleBudget(
         budget_bytes, smallest.peak_bytes, peak_parts(problem, smallest.schedule)
     )

@@ -11,11 +11,10 @@ from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, keep_all
 from autockpt_solvers.methods.snapshot import Snapshots
-from autockpt_solvers.minimum import minimum
 from autockpt_solvers.on_demand import Demand
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution
-from autockpt_solvers.solve import checked, infeasible, solve
+from autockpt_solvers.solve import accept_smallest, checked, solve
 
 __all__ = ["sweep"]
 
@@ -68,10 +67,7 @@ def sweep(
         share_s = (deadline - begun) / (len(distinct) - number)
         shared.run(best, deadline=begun + share_s, starts=start, brief=True)
         if best.order is None:
-            smallest = minimum(problem, time_limit_s=max(deadline - time.perf_counter(), 1.0))
-            if smallest.peak_bytes > budget:
-                raise infeasible(problem, budget, smallest)
-            best.accept(smallest.schedule.backward_computes, "minimum")
+            accept_smallest(best, max(deadline - time.perf_counter(), 1.0))
         if best.order is not None:
             start = [best.order]
         found[budget] = best
