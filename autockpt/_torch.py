@@ -8,9 +8,11 @@ one file. Nothing here knows about plans or budgets.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import re
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -83,6 +85,7 @@ __all__ = [
     "is_profiled",
     "is_random",
     "keep_missing_gradients",
+    "leave_what_is_left_behind",
     "leaves_of_running_node",
     "map_tensors",
     "may_be_eagers",
@@ -245,8 +248,9 @@ def compile_forward(
     )
     entry.__kwdefaults__ = autockpt_forward.__kwdefaults__
 
-    compiled = torch.compile(entry, backend=_backend(partition), fullgraph=True, dynamic=False)
-    return _patched(compiled, counters=counters)
+    backend = _Backend(partition)
+    compiled = torch.compile(entry, backend=backend.for_dynamo, fullgraph=True, dynamic=False)
+    return _patched(compiled, backend, counters=counters)
 
 
 def compile_pieces(
@@ -273,14 +277,15 @@ def compile_pieces(
         own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
     )
     entry.__kwdefaults__ = own.__kwdefaults__
-    context: Any = torch._dynamo.optimize(_backend(partition), nopython=False, dynamic=False)
+    backend = _Backend(partition)
+    context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=False, dynamic=False)
     context.callback = _OwnFrames(context.callback, entry.__code__, given_up, skipped)
     compiled = context(entry)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(model, *args, **kwargs)
 
-    return _patched(call, limit=_RESUMED)
+    return _patched(call, backend, limit=_RESUMED)
 
 
 class _OwnFrames:
@@ -324,8 +329,12 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patched(
-    compiled: Callable[..., Any], limit: int = _SIGNATURES, counters: Collection[str] = ()
+    compiled: Callable[..., Any],
+    backend: _Backend,
+    limit: int = _SIGNATURES,
+    counters: Collection[str] = (),
 ) -> Callable[..., Any]:
+    """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -341,34 +350,30 @@ def _patched(
         ):
             return compiled(*args, **kwargs)
 
+    call.backend = backend  # type: ignore[attr-defined]
     return call
 
 
-def _backend(partition: Partition) -> Callable[..., Any]:
-    """Return a Dynamo backend that runs ``partition``'s graphs."""
-    watches: list[Watch] = []
+class _Backend:
+    """A Dynamo backend that runs ``partition``'s graphs.
 
-    def partition_fn(
-        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward, watch = partition(_joint_graph(joint, num_fwd_outputs))
-        # Torch copies graph modules before it compiles them; a number in their meta survives.
-        forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(watches)
-        watches.append(watch)
-        forward.meta["autockpt_outputs"] = num_fwd_outputs
-        return forward, backward
+    Dynamo keeps every backend it has met; it gets :attr:`for_dynamo`, which keeps nothing alive.
+    """
 
-    def compiler(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        _give_no_buffer_away()
-        run = boxed(module)
-        if "autockpt_forward" in module.meta:
-            watch = watches[module.meta["autockpt_forward"]]
-            return _watched_forward(run, watch, module.meta["autockpt_outputs"])
-        if "autockpt_backward" in module.meta:
-            return _watched_backward(run, watches[module.meta["autockpt_backward"]])
-        return run
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.watches: list[Watch] = []
+        here = weakref.ref(self)
 
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def for_dynamo(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            there = here()
+            assert there is not None, "a callable is traced whose backend is gone"
+            return there.compile(module, inputs)
+
+        self.for_dynamo = for_dynamo
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs a graph that Dynamo has traced."""
         # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
         # the partition function.
         # backward_pass_autocast: users leave the autocast context before the backward.
@@ -379,12 +384,38 @@ def _backend(partition: Partition) -> Callable[..., Any]:
             ),
             inductor_config.patch(fallback_random=True),
         ):
+            # AOTAutograd keeps the compiler with the graph: of the watches alone, not of this.
+            compiler = functools.partial(_runnable, self.watches)
             compiled: Callable[..., Any] = aot_autograd(
-                fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition_fn
+                fw_compiler=compiler,
+                bw_compiler=compiler,
+                partition_fn=self._partition_fn,
             )(module, inputs)
         return compiled
 
-    return backend
+    def _partition_fn(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward, watch = self.partition(_joint_graph(joint, num_fwd_outputs))
+        # Torch copies graph modules before it compiles them; a number in their meta survives.
+        forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(self.watches)
+        self.watches.append(watch)
+        forward.meta["autockpt_outputs"] = num_fwd_outputs
+        return forward, backward
+
+
+def _runnable(
+    watches: Sequence[Watch], module: fx.GraphModule, _inputs: Any
+) -> Callable[[list[Any]], Any]:
+    """Return a graph as what AOTAutograd calls, with its watch in between where it has one."""
+    _give_no_buffer_away()
+    run = boxed(module)
+    if "autockpt_forward" in module.meta:
+        watch = watches[module.meta["autockpt_forward"]]
+        return _watched_forward(run, watch, module.meta["autockpt_outputs"])
+    if "autockpt_backward" in module.meta:
+        return _watched_backward(run, watches[module.meta["autockpt_backward"]])
+    return run
 
 
 def _give_no_buffer_away() -> None:
@@ -827,6 +858,8 @@ def queue_delay(cycles: int) -> None:
 class _Onlooker(TorchDispatchMode):
     """A dispatch mode that sees operators and changes nothing that they do."""
 
+    thread = 0  # that entered it
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Compiling under it is safe."""
@@ -848,6 +881,29 @@ class _Onlooker(TorchDispatchMode):
         for mode in above:
             TorchDispatchMode.__enter__(mode)
         return True
+
+    def enter_for(self, owner: object) -> None:
+        """Enter it. Where ``owner``, which it must not hold, goes without having left it,
+        :func:`leave_what_is_left_behind` does.
+        """
+        self.thread = threading.get_ident()
+        self.__enter__()
+        weakref.finalize(owner, _LEFT_BEHIND.append, self).atexit = False
+
+
+# Modes whose owners are gone. The garbage collector runs at any moment, in the middle of an
+# operator's dispatch too, where the stack of modes must stay as it is.
+_LEFT_BEHIND: list[_Onlooker] = []
+
+
+def leave_what_is_left_behind() -> None:
+    """Leave the modes whose owners are gone: between operators, in the thread that entered them."""
+    if in_backward():
+        return
+    for _ in range(len(_LEFT_BEHIND)):
+        mode = _LEFT_BEHIND.pop(0)
+        if not mode.leave() and mode.thread != threading.get_ident():
+            _LEFT_BEHIND.append(mode)
 
 
 class AllocationTracker(_Onlooker):
@@ -909,17 +965,21 @@ class AllocationTracker(_Onlooker):
 
 
 class OperatorMode(_Onlooker):
-    """While entered, hands every operator to a function that runs it: ``see(run, inputs)``."""
+    """While entered, hands every operator to a method that runs it: ``see(name, run, inputs)``.
+
+    The method's owner is held weakly.
+    """
 
     def __init__(self, see: Callable[[str, Callable[[], Any], list[torch.Tensor]], Any]) -> None:
         super().__init__()
-        self.see = see
+        self.see = weakref.WeakMethod(see)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def run() -> Any:
             return func(*args, **(kwargs or {}))
 
-        return self.see(str(func), run, _strided((args, kwargs)))
+        see = self.see()
+        return run() if see is None else see(str(func), run, _strided((args, kwargs)))
 
 
 def _strided(value: Any) -> list[torch.Tensor]:

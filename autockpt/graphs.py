@@ -232,7 +232,7 @@ class Graph(_torch.Watch):
             for ref, size in zip(self._outputs, self._sizes, strict=True):
                 if ref is not None:
                     self._tracker.include(ref, size)
-            self._tracker.__enter__()
+            self._tracker.enter_for(self)
             _torch.when_released(node, self.stop_watching)
 
     def stop_watching(self) -> None:

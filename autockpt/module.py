@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,7 @@ class Handle:
         plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
         if plain or _torch.runs_elsewhere():
             return model._call_impl(*args, **kwargs)
+        _torch.leave_what_is_left_behind()
         if self._several is not None:
             return self._run_several(args, kwargs)
         for graph in self._graphs:
@@ -582,8 +584,19 @@ class Handle:
         graph.saved = saved_placeholders(backward, captured)
         self._graphs.append(graph)
         self._show(made.plan)
-        watch = Accumulating(graph, backward, captured, lambda: self._accumulates)
-        return forward, backward, watch
+        return forward, backward, Accumulating(graph, backward, captured, self._asks_to_add())
+
+    def _asks_to_add(self) -> Callable[[], bool]:
+        """Whether a step asks for gradients to be added in the graph: for compiled code, which
+        torch keeps as long as there is this handle, so that it must not keep the handle.
+        """
+        here = weakref.ref(self)
+
+        def asked() -> bool:
+            there = here()
+            return there is not None and there._accumulates
+
+        return asked
 
     def _written(
         self, joint: _torch.JointGraph, captured: Capture, known: Known, made: Made

@@ -97,7 +97,7 @@ class Recorder:
         self._workspace: dict[Any, int] = {}
         self._mode = _torch.OperatorMode(self._operator)
         self._ends = False
-        self._mode.__enter__()
+        self._mode.enter_for(self)
 
     def leave(self) -> bool:
         """Stop recording; return whether the mode could be left here."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -236,7 +237,7 @@ class Several:
                 plan.origin["unoptimised"],
             )
         self.plan = plan
-        stale: set[Part] = set()
+        stale: set[Part | None] = set()
         for number, (piece, member) in enumerate(zip(record.sequence, members, strict=True)):
             schedule = joined.own(plan.schedule, number, member.formulation)
             decided = _Decided(member.formulation.capture.absent, schedule)
@@ -245,16 +246,17 @@ class Several:
                 decided.absent,
                 decided.schedule,
             ):
-                stale.add(piece.part)
+                stale.add(piece.part())
         for part in stale:
-            part.forget()
+            if part is not None:
+                part.forget()
 
     def _member(self, piece: _Piece, absent: frozenset[int] | None) -> Member:
         if absent is None or absent == piece.captured.absent:
-            return Member(piece.made.formulation, piece.part.path)
+            return Member(piece.made.formulation, piece.place[0])
         captured = read_joint(piece.joint, absent)
         formulation = self._formulated(captured, piece.made.formulation.problem.name)
-        return Member(formulation, piece.part.path)
+        return Member(formulation, piece.place[0])
 
     def _formulated(self, captured: Capture, name: str) -> Formulation:
         return formulate(
@@ -307,29 +309,34 @@ class _Piece(Graph):
     ) -> None:
         known = Known(Around(), captured.absent, settled=True)
         super().__init__(key[2], joint, captured, known, made, owner.device)
-        self.owner = owner
+        # Torch keeps compiled code as long as there are the parts: it must not keep them.
+        self._owner, self._part = weakref.ref(owner), weakref.ref(part)
         self.place = key
-        self.part = part
         self.arrived: frozenset[int] = captured.absent
+
+    def part(self) -> Part | None:
+        """Return the part that it belongs to; None where that is gone."""
+        return self._part()
 
     def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the forward, under the eyes of the recorder where there is one."""
-        self.owner.ran(self.place)
-        recorder = self.owner.recorder
-        if recorder is None:
+        owner = self._owner()
+        if owner is not None:
+            owner.ran(self.place)
+        if owner is None or owner.recorder is None:
             return run(args)
-        return recorder.forward(self, run, args, len(self.captured.outputs))
+        return owner.recorder.forward(self, run, args, len(self.captured.outputs))
 
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward, under the eyes of the recorder where there is one."""
         end = len(args) - len(self.captured.joint.backward_seeds)
         tangents = slice(end - len(self.captured.joint.tangents), end)
         self.arrived = frozenset(i for i, t in enumerate(args[tangents]) if t is None)
-        recorder = self.owner.recorder
-        if recorder is None:
+        owner = self._owner()
+        if owner is None or owner.recorder is None:
             return super().run_backward(run, args)
 
         def run_it(args: list[Any]) -> Any:
             return super(_Piece, self).run_backward(run, args)
 
-        return recorder.backward(self, run_it, args, tangents)
+        return owner.recorder.backward(self, run_it, args, tangents)

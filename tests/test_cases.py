@@ -25,6 +25,9 @@ import autockpt
 from autockpt import InfeasibleBudget, Plan
 from oracle import measure_peak, resident_bytes
 
+# Dynamo itself makes an instance of a user's autograd function where it traces one.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 # Their forwards do not capture as one graph: a size or a factor depends on data, or there is a

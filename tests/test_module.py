@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -741,6 +742,23 @@ def test_a_double_backward_is_refused_where_it_begins() -> None:
 
 
 # ------------------------------------------------------------------ the user's modes
+
+
+def test_nothing_keeps_a_model_that_is_let_go_of() -> None:
+    """Torch remembers backends and compiled functions: none may lead back to the model."""
+    gc.collect()  # what other tests left in cycles
+    model, x = mlp()
+    autockpt.optimize(model, None)
+    for _ in range(3):  # autograd's graph dies inside its backward, where no mode can be left
+        model(x).backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    other, _ = mlp()
+    loss = autockpt.optimize(other, None)(x)
+    del loss
+    assert _get_current_dispatch_mode_stack() == []
 
 
 class Counting(TorchDispatchMode):

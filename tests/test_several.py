@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -162,6 +164,16 @@ def test_restore_takes_every_part_off() -> None:
     assert any("_compiled_call_impl" in vars(m) for m in model.blocks)
     autockpt.restore(model)
     assert not any(vars(m).get("_compiled_call_impl") for m in model.modules())
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_nothing_keeps_a_model_that_is_let_go_of(build: type[nn.Module]) -> None:
+    model = autockpt.optimize(build(), None)
+    train(model, 9)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_copies_plan_for_themselves() -> None:
