@@ -273,18 +273,15 @@ class WholeModel(pulp.HiGHS):  # type: ignore[misc]
         return status
 
 
-def solve_lp(program: Program, *, time_limit_s: float, interior: bool = False) -> LpResult:
+def solve_lp(program: Program, *, time_limit_s: float) -> LpResult:
     """Return the solution of the relaxation, or what is proved when the time is up.
 
     Args:
         program: the program; its integrality is ignored.
         time_limit_s: time limit, in seconds.
-        interior: interior point without crossover, faster on large programs; its solution lies
-            inside a face instead of at a corner.
     """
     arrays = program.arrays()
-    options: dict[str, Any] = {"solver": "ipm", "run_crossover": "off"} if interior else {}
-    solver = WholeModel(arrays, mip=False, timeLimit=max(time_limit_s, 0.01), **options)
+    solver = WholeModel(arrays, mip=False, timeLimit=max(time_limit_s, 0.01))
     program.model.solve(solver)
     return _lp_result(solver.highs, arrays)
 

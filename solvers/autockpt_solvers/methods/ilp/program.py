@@ -240,16 +240,13 @@ class StageProgram:
                 name = f"laterinput({operation[index]},{tensor[g]},{k0})"
                 program.row(name, terms, upper=0)
 
-    def relax(
-        self, *, deadline: float, rounds: int = 4, per_round: int = 3, interior: bool = False
-    ) -> LpResult:
+    def relax(self, *, deadline: float, rounds: int = 4, per_round: int = 3) -> LpResult:
         """Return the relaxation, with closure cuts added where the memory rows bind.
 
         Args:
             deadline: ``time.perf_counter()`` at which to stop.
             rounds: solves, each but the last followed by cuts.
             per_round: stage starts that get cuts in a round.
-            interior: solve by interior point without crossover.
         """
         self.close(0)
         best = LpResult("stopped", None, None, -INFINITY)
@@ -257,7 +254,7 @@ class StageProgram:
             left = deadline - time.perf_counter()
             if left <= 0:
                 break
-            result = solve_lp(self.program, time_limit_s=left, interior=interior)
+            result = solve_lp(self.program, time_limit_s=left)
             if result.status == "infeasible":
                 return result
             if result.bound > best.bound or result.values is not None:

@@ -96,19 +96,19 @@ def segments(groups: Sequence[Group], count: int, width: int) -> list[int]:
     """
     tiny = TINY * max((group.size_bytes for group in groups), default=0)
     delta = [0] * (count + 1)
-    start: dict[int, list[int]] = {}
-    for g, group in enumerate(groups):
+    starts: set[int] = set()
+    for group in groups:
         end = max(group.readers, default=-1)
         if group.size_bytes > tiny and end > group.producer:
             delta[group.producer] += 1
             delta[end] -= 1
-            start.setdefault(group.producer, []).append(g)
+            starts.add(group.producer)
     ends: list[int] = []
     crossing = 0
     fresh = False
     for index in range(count):
         crossing += delta[index]
-        fresh = fresh or index in start or delta[index] != 0
+        fresh = fresh or index in starts or delta[index] != 0
         previous = ends[-1] if ends else -1
         if crossing <= width and fresh and index - previous >= SHORTEST:
             ends.append(index)
