@@ -312,6 +312,7 @@ class Handle:
             self._inputs = None
         # Outside the handler: what fails from here on has nothing to do with that error.
         if failure and not begun:
+            self._accumulates = False  # gradients of several graphs are autograd's to add
             self._several = Several(model, self.options, device_of(placement(model)), self._around)
             self._several.begin(failure)
             return self._run_several(args, kwargs)
@@ -519,7 +520,7 @@ class Handle:
     @contextlib.contextmanager
     def _micro_batch(self, accumulates: bool, beside: Any) -> Iterator[None]:
         """Run a micro-batch of a step in this context."""
-        self._accumulates, self._beside = accumulates, beside
+        self._accumulates, self._beside = accumulates and self._several is None, beside
         try:
             yield
         finally:
