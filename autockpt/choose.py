@@ -20,7 +20,7 @@ import torch
 from autockpt.device import Device
 from autockpt.roofline import Modelled
 from autockpt.split import shares
-from autockpt_solvers.errors import InfeasibleBudget
+from autockpt_solvers.errors import InfeasibleBudget, InputError
 from autockpt_solvers.plan import Plan
 
 __all__ = ["Choice", "add_time_s", "candidates", "choose"]
@@ -51,10 +51,13 @@ def candidates(samples: int) -> list[int]:
 
     >>> candidates(12)  # of 12, 6, 4, 3, 2 and 1 samples; those of 8 are two of 6 as well
     [1, 2, 3, 4, 6, 12]
+
+    None has a single sample beside larger parts: a model that needs two would fail on it alone.
     """
     sizes = {d for d in range(1, samples + 1) if samples % d == 0}
     sizes |= {1 << power for power in range(samples.bit_length())}
-    return sorted({-(-samples // size) for size in sizes})
+    found = {-(-samples // size) for size in sizes}
+    return sorted(n for n in found if n == samples or shares(samples, n)[-1] > 1 or samples == 1)
 
 
 def choose(
@@ -78,6 +81,7 @@ def choose(
 
     Raises:
         InfeasibleBudget: not even one sample fits.
+        InputError, OutOfMemoryError: the model runs on no size.
     """
     race = _Race(samples, unlimited, limited, budget_bytes, add_s, time_limit_s)
     every = candidates(samples)
@@ -125,6 +129,7 @@ class _Race:
         self.plans: dict[int, Plan] = {}
         self.said: dict[int, str] = {}
         self.too_small: InfeasibleBudget | None = None
+        self.failure: BaseException | None = None
 
     def run(self, numbers: Sequence[int]) -> None:
         """Let these numbers of micro-batches take part."""
@@ -149,7 +154,11 @@ class _Race:
 
         Raises:
             InfeasibleBudget: nothing fits.
+        InputError, OutOfMemoryError: nothing runs.
         """
+        if self.best is None and self.too_small is None:
+            assert self.failure is not None
+            raise self.failure
         if self.best is None:
             assert self.too_small is not None
             raise InfeasibleBudget(
@@ -166,10 +175,10 @@ class _Race:
     def _enter(self, parts: int) -> None:
         try:
             plan = self.unlimited(self._size(parts), parts)
-        except torch.OutOfMemoryError:  # one operation of it alone
-            if parts == self.samples:
-                raise
-            self.said[parts] = "an operation does not fit on the device"
+        except (torch.OutOfMemoryError, InputError) as error:
+            # One operation alone needs too much, or does not take so few samples.
+            self.failure = error
+            self.said[parts] = "an operation fails on it"
             return
         self.least_s[parts] = self._total_s(plan, parts)
         self.said[parts] = ""

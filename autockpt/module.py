@@ -225,6 +225,7 @@ class Handle:
 
     def detach(self) -> None:
         """Take this handle off the model."""
+        self._stepper.reset()
         for graph in self._graphs:
             graph.stop_watching()
         if self._several is not None:

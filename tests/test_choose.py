@@ -114,7 +114,7 @@ def test_a_size_whose_operations_do_not_fit_the_device_is_left_out() -> None:
     room = 5
     found = choose(8, unlimited, machine.limited, 1000, 0.0, 1.0)
     assert found.sizes == (4, 4)
-    assert "1 of 8: an operation does not fit" in found.why
+    assert "1 of 8: an operation fails" in found.why
     room = 0
     with pytest.raises(torch.OutOfMemoryError):
         choose(8, unlimited, machine.limited, 1000, 0.0, 1.0)
@@ -186,6 +186,17 @@ def test_the_budget_is_kept_and_the_result_is_the_full_batchs(
     measured -= sum(g.numel() * 4 for window in found for g in window)  # this test's own copies
     assert measured <= budget
     assert model.plan.budget_bytes == budget
+
+
+def test_a_size_that_the_model_does_not_take_is_left_out() -> None:
+    """Batch-norm has no variance over one sample."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    autockpt.optimize(
+        model, None, optimizer=optimizer, accumulate="auto", loss_fn=lambda y: y.square().mean()
+    )
+    assert model.step(torch.randn(3, 4)).isfinite()
+    assert "3 of 1: an operation fails" in model.plan.origin["compared"]
 
 
 def test_a_budget_too_small_for_one_sample_says_the_minimum(data: tuple[Tensor, Tensor]) -> None:

@@ -248,6 +248,22 @@ def test_a_leftover_window_has_its_own_weights(counts: tuple[int, ...], token_st
     assert not optimizer.seen
 
 
+@pytest.mark.parametrize("weight", [torch.ones(12), torch.ones(12, 3), 5, [7.0], None])
+def test_a_window_of_one_micro_batch_is_any_weights(weight: Any) -> None:
+    x, y = batch()
+    loss, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
+    model, optimizer = optimised(mlp(), 1, loss_fn=MEAN)
+    assert model.step(x, target=y, weight=weight).item() == pytest.approx(loss, rel=1e-12)
+    assert_close(optimizer.seen.pop(), want, 1e-12)
+
+
+def test_an_infinite_loss_is_the_mean() -> None:
+    x, y = batch()
+    y[:4] = float("inf")
+    model, _ = optimised(mlp(), 3, loss_fn=MEAN)
+    assert model.step(x, target=y).item() == float("inf")
+
+
 def test_uneven_loader_batches_count_by_their_samples() -> None:
     x, y = batch(12)
     _, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
@@ -765,14 +781,18 @@ def test_the_steps_are_short_cuts_that_hide_nothing() -> None:
             return "own"
 
     model = seeded(lambda: Own(dim=8, layers=1)).double()
-    autockpt.optimize(model, None, optimizer=SGD(model.parameters(), lr=0.1), loss_fn=MEAN)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    autockpt.optimize(model, None, optimizer=optimizer, loss_fn=MEAN, accumulate=2)
     assert model.step() == "own"
     x, y = batch()
     assert model.autockpt.step(x, target=y).isfinite()
     assert model.micro_step.__self__ is model.autockpt
+    model.micro_step(x, target=y)
     autockpt.restore(model)
     assert model.step() == "own"
     assert not hasattr(model, "flush")
+    # What half a window has added is of no use to anyone.
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
