@@ -303,7 +303,7 @@ def test_a_language_model_of_transformers(accumulate: int) -> None:
     loss, want = full_batch(model, lambda m: m(input_ids=ids, labels=labels).loss)
     model, optimizer = optimised(model, accumulate)
     found = model.step(input_ids=ids, labels=labels, weight=shifted)
-    assert found.item() == pytest.approx(loss, rel=1e-9)
+    assert found.item() == pytest.approx(loss, rel=1e-6)  # transformers' loss is single precision
     assert_close(optimizer.seen.pop(), want, 1e-6)
 
 
