@@ -44,7 +44,7 @@ from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
 from autockpt.several import Several
 from autockpt.split import Batch, Split, cut, shares
-from autockpt.step import Stepper, check_accumulate
+from autockpt.step import AUTO, Stepper, check_accumulate
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import (
     AutockptError,
@@ -134,6 +134,8 @@ def optimize(
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
     accumulate = check_accumulate(accumulate)
+    if accumulate == AUTO and plan is not None:
+        raise InputError("accumulate='auto' makes the plan: with plan=, give a number.")
     del inplace  # either value is what this release does
     options = options_of(
         budget,
@@ -223,6 +225,7 @@ class Handle:
 
     def detach(self) -> None:
         """Take this handle off the model."""
+        self._stepper.reset()
         for graph in self._graphs:
             graph.stop_watching()
         if self._several is not None:
@@ -312,6 +315,7 @@ class Handle:
             self._inputs = None
         # Outside the handler: what fails from here on has nothing to do with that error.
         if failure and not begun:
+            self._accumulates = False  # gradients of several graphs are autograd's to add
             self._several = Several(model, self.options, device_of(placement(model)), self._around)
             self._several.begin(failure)
             return self._run_several(args, kwargs)
@@ -390,42 +394,34 @@ class Handle:
                 raise
             _LOG.info("planned when the first step has run: %s", error)
 
-    def plan_now(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        options: Options | None = None,
-        *,
-        record: bool = True,
-    ) -> Plan:
-        """Plan a training forward with these inputs, without running the model.
-
-        Args:
-            args: the forward's positional arguments.
-            kwargs: the forward's keyword arguments.
-            options: what is asked for; None: what the user asked for.
-            record: whether the plan is the one to use when the forward runs.
-        """
-        self._inputs = (args, kwargs)
-        self._started = time.perf_counter()
-        asked, self.options = self.options, options or self.options
+    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Plan a training forward with these inputs, without running the model."""
 
         def use(joint: _torch.JointGraph) -> Plan:
             key = graph_key(joint)
             captured, known, made = self._planned(joint, key)
-            if record:
-                self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
+            self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
             return made.plan
 
+        with self._asked(self.options, args, kwargs):
+            found: Plan = capture(self.model, args, kwargs, use)
+        self.plan = found = self._explained(found)
+        return found
+
+    @contextlib.contextmanager
+    def _asked(
+        self, options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Plan for these options and these inputs of a training forward in this context."""
+        self._inputs = (args, kwargs)
+        self._started = time.perf_counter()
+        asked, self.options = self.options, options
         try:
             with training(self.model):
-                found: Plan = capture(self.model, args, kwargs, use)
+                yield
         finally:
             self._inputs = None
             self.options = asked
-        if record:
-            self.plan = found = self._explained(found)
-        return found
 
     # -------------------------------------------------------------- steps
 
@@ -519,7 +515,7 @@ class Handle:
     @contextlib.contextmanager
     def _micro_batch(self, accumulates: bool, beside: Any) -> Iterator[None]:
         """Run a micro-batch of a step in this context."""
-        self._accumulates, self._beside = accumulates, beside
+        self._accumulates, self._beside = accumulates and self._several is None, beside
         try:
             yield
         finally:
@@ -545,29 +541,51 @@ class Handle:
         return self._choice.sizes
 
     def _chosen(self, batch: Batch, split: Split, samples: int) -> Choice:
-        def planned(options: Options, record: bool) -> Callable[[int, int], Plan]:
-            def plan(size: int, parts: int) -> Plan:
-                sizes = shares(samples, parts)
-                part = next(cut(self.model.forward, batch, split, sizes))
-                with self._micro_batch(self._stepper.fuses(parts), batch.target):
-                    return self.plan_now(part.args, part.kwargs, options, record=record)
+        captured: dict[int, tuple[str, Capture]] = {}  # by the number of micro-batches
+        known: dict[int, Known] = {}
 
-            return plan
+        def planned(parts: int, options: Options) -> Plan:
+            part = next(cut(self.model.forward, batch, split, shares(samples, parts)))
+            with (
+                self._micro_batch(self._stepper.fuses(parts), batch.target),
+                self._asked(options, part.args, part.kwargs),
+            ):
+                if parts not in captured:
+                    captured[parts] = capture(self.model, part.args, part.kwargs, _read)
+                found = captured[parts][1]
+                known[parts], made = self._guessed(found)
+                known[parts] = replace(known[parts], absent=found.absent, plan=made.plan)
+                return made.plan
+
+        def unlimited(size: int, parts: int) -> Plan:
+            return planned(parts, no_limit(self.options))
+
+        def limited(size: int, parts: int, seconds: float) -> Plan:
+            return planned(parts, replace(self.options, time_limit_s=seconds))
 
         device = self._device()
         gradients = distinct_bytes([p for p in self.model.parameters() if p.requires_grad], device)
         try:
-            return choose(
+            choice = choose(
                 samples,
-                planned(no_limit(self.options), False),
-                planned(self.options, True),
+                unlimited,
+                limited,
                 budget_of(self.options, device),
                 add_time_s(gradients, device),
+                self.options.time_limit_s,
             )
-        except AutockptError:
+        except AutockptError as error:
             if not self._graphs:
                 self.detach()
+            if isinstance(error, CaptureError):
+                raise CaptureError(
+                    "accumulate='auto' compares plans before a step has run, which needs a model "
+                    f"that is captured as one graph. Give a number of micro-batches. {error}"
+                ) from error
             raise
+        parts = len(choice.sizes)
+        self._known[captured[parts][0]] = replace(known[parts], plan=choice.plan)
+        return choice
 
     # -------------------------------------------------------------- planning
 
@@ -780,6 +798,10 @@ class Handle:
 
 
 # ------------------------------------------------------------------ small questions to a model
+
+
+def _read(joint: _torch.JointGraph) -> tuple[str, Capture]:
+    return graph_key(joint), read_joint(joint)
 
 
 def _has_gradients(model: nn.Module) -> bool:

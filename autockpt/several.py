@@ -76,8 +76,9 @@ class Several:
         self.plan: Plan | None = None
         self.captures = 0
         self._decided: dict[Key, _Decided] = {}
-        self._seen: set[tuple[Key, ...]] = set()
+        self._seen: set[tuple[bool, tuple[Key, ...]]] = set()
         self._running: list[Key] = []
+        self._recorded = Around()  # what is there during the step that is recorded
         self._capture_s = 0.0
         self.recorder: Recorder | None = None
         self._discarded = 0
@@ -148,6 +149,7 @@ class Several:
         assert self._root is not None
         self._after_step()
         if self.recorder is None and self._wanted():
+            self._recorded = self.around()
             self.recorder = Recorder(self.device)
         self._running = []
         captures = self.captures
@@ -193,8 +195,15 @@ class Several:
         return found
 
     def _wanted(self) -> bool:
-        """Whether the coming step is to be recorded: the last one was of an order not seen yet."""
-        return len(self._seen) < _SEQUENCES and tuple(self._running) not in self._seen
+        """Whether the coming step is to be recorded: the last one was of an order not seen yet.
+
+        One that adds to gradients of an earlier backward needs more than one that makes them, so
+        that a plan for it holds for both.
+        """
+        last = tuple(self._running)
+        piles_up = any(p.grad is not None for p in self.model.parameters())
+        known = (True, last) in self._seen or (piles_up, last) in self._seen
+        return len(self._seen) < _SEQUENCES and not known
 
     def _stop_recording(self) -> None:
         if self.recorder is not None:
@@ -210,7 +219,7 @@ class Several:
         keys = tuple(piece.place for piece in record.sequence)
         if not record.complete:
             return
-        self._seen.add(keys)
+        self._seen.add((self._recorded.gradients_exist, keys))
         if record.regular:
             self._learn(record)
 
@@ -220,7 +229,7 @@ class Several:
         """Plan a recorded step, and let the graphs follow where their part of it has changed."""
         absent = {e.graph.place: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD}
         members = [self._member(piece, absent.get(piece.place)) for piece in record.sequence]
-        around = self.around()
+        around = self._recorded
         joined = join(
             record,
             members,
