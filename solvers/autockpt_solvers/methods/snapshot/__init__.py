@@ -64,6 +64,7 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     except KeyboardInterrupt:
         if best.order is None:
             raise
+        best.interrupted = True
     if best.order is None:
         raise SolverError(
             f"snapshot finds no schedule within {budget_bytes:,} bytes"
