@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from autockpt import cache
 from autockpt.picture import draw_timeline
 from autockpt.report import report_dict, report_text
 from autockpt_solvers.errors import AutockptError
@@ -127,6 +128,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     devices.set_defaults(run=_run_devices)
 
+    cached = commands.add_parser(
+        "cache",
+        help="list or clear what earlier runs left for later ones",
+        description="List or clear the measurements and schedules that earlier runs left for later "
+        "ones. AUTOCKPT_CACHE names another folder; AUTOCKPT_CACHE=0 turns the cache off.",
+    )
+    cached.add_argument("action", choices=("list", "clear"))
+    cached.set_defaults(run=_run_cache)
+
     inspect = commands.add_parser(
         "inspect", help="print the report of a saved plan", description="Report a saved plan."
     )
@@ -186,6 +196,23 @@ def _run_devices(arguments: argparse.Namespace) -> None:
             f"{name:<12} {format_bytes(gpu.memory_bytes):>10} {gpu.bandwidth / 1e12:>5.2f} TB/s "
             f"{gpu.half / 1e12:>6.0f} TFLOPS {gpu.single / 1e12:>6.1f} TFLOPS"
         )
+
+
+def _run_cache(arguments: argparse.Namespace) -> None:
+    where = cache.folder()
+    if where is None:
+        print("the cache is turned off")
+    elif arguments.action == "clear":
+        print(f"deleted {cache.clear()} files in {where}")
+    else:
+        found = cache.entries()
+        total = format_bytes(sum(entry.size_bytes for entry in found))
+        print(f"{len(found)} entries, {total}, in {where}")
+        for entry in found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+            name, what = entry.about.get("name", ""), entry.about.get("what", "")
+            size = format_bytes(entry.size_bytes)
+            print(f"{when}  {entry.kind:<8} {size:>10}  {name}: {what}")
 
 
 def _run_inspect(arguments: argparse.Namespace) -> None:

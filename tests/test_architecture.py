@@ -19,6 +19,7 @@ SOLVER_HALF = ROOT / "solvers" / "autockpt_solvers"
 # Each file of the PyTorch half may import those before it. A new file takes its place here.
 ORDER = [
     "budget",
+    "cache",
     "_torch",
     "pins",
     "tangents",
@@ -34,6 +35,7 @@ ORDER = [
     "unforeseen",
     "resident",
     "given",
+    "solved_before",
     "planning",
     "backwards",
     "graphs",
