@@ -438,7 +438,9 @@ def _said_once() -> set[Callable[..., Any]]:
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return the graph as a function of one list, which it empties: inputs die at last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
+    codegen = _BoxedCodeGen()
+    codegen._body_transformer = module.graph._codegen._body_transformer  # writes comments
+    module.graph.set_codegen(codegen)
     module.recompile()
     function = module.forward
 

@@ -109,7 +109,8 @@ def optimize(
         backend: what runs the operations; ``"eager"`` is the one there is.
         keep: patterns of module paths (``"blocks.*.attn"``) whose results are not recomputed.
         recompute: patterns of module paths whose inner results are not kept.
-        inplace: whether in-place operations are allowed; this release applies none.
+        inplace: whether an operation may be written over a tensor that dies there, where that is
+            proved to change nothing.
         arena: None or False; the memory pool is not part of this release.
         fullgraph: a model that does not capture as one graph is an error; else it runs as several
             graphs under the one budget, planned when a first step has shown them.
@@ -134,7 +135,6 @@ def optimize(
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
     accumulate = check_accumulate(accumulate)
-    del inplace  # either value is what this release does
     options = options_of(
         budget,
         solver=solver,
@@ -143,6 +143,7 @@ def optimize(
         recompute=recompute,
         given=plan,
         fullgraph=fullgraph,
+        inplace=inplace,
     )
     handle = Handle(model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate)
     if example_inputs is not None or example_kwargs is not None:

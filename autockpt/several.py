@@ -265,6 +265,7 @@ class Several:
             Around(),
             state_bytes=state_bytes(self.device.kind),
             name=name,
+            inplace=self.options.inplace,
         )
 
     def _planned(self, joined: Joined) -> Plan:

@@ -28,6 +28,7 @@ ORDER = [
     "capture",
     "profile",
     "accumulate",
+    "inplace",
     "formulate",
     "replay",
     "rewrite",

@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def baseline_peak_bytes(self) -> int:
-        """The predicted peak with nothing recomputed."""
+        """The predicted peak with nothing recomputed and nothing in place."""
         return self.baseline_trace.peak_bytes
 
     @cached_property
@@ -266,9 +266,11 @@ class Plan:
 
     @cached_property
     def _baseline(self) -> tuple[Problem, Schedule]:
-        # The baseline keeps what the user pinned to be recomputed, too.
+        # The baseline keeps what is pinned to be recomputed, too, and writes nothing in place.
         problem = replace(
-            self.problem, storages=tuple(replace(s, keepable=True) for s in self.problem.storages)
+            self.problem,
+            storages=tuple(replace(s, keepable=True) for s in self.problem.storages),
+            operations=tuple(replace(op, over=()) for op in self.problem.operations),
         )
         return problem, free_early(problem, problem.required, problem.backward)
 
@@ -298,6 +300,8 @@ def _read(data: Mapping[str, Any]) -> Plan:
     for step in schedule.steps:
         if isinstance(step, Compute):
             _index(step.operation, len(problem.operations), "operation")
+            if step.over is not None:
+                _index(step.over, len(problem.storages), "storage")
         elif isinstance(step, Free):
             _index(step.storage, len(problem.storages), "storage")
     if not isinstance(data["figures"], dict):
@@ -331,12 +335,15 @@ def _outline(problem: Mapping[str, Any]) -> None:
     for op in problem["operations"]:
         for key in ("name", "fixed", "kind", "module_path", "source"):
             _text(op[key], key)
+        _text(op.get("kept_out", ""), "kept_out")
         for key in ("cost_ns", "workspace_bytes"):
             _whole(op[key], key)
         _flag(op["optional"], "optional")
         for key in ("inputs", "outputs", "recompute_inputs", "recompute_outputs"):
             for storage in (op[key] or ()) if key == "recompute_inputs" else op[key]:
                 _index(storage, count, key)
+        for storage in op.get("over", ()):
+            _index(storage, count, "over")
 
 
 def _whole(value: Any, name: str) -> int:
