@@ -148,11 +148,6 @@ class Case:
         return self.capture.lives_in[self.argument][0]
 
 
-def _is_one_tensor(case: Case) -> str:
-    values = (case.argument.meta.get("val"), case.node.meta.get("val"))
-    return "" if all(isinstance(v, torch.Tensor) for v in values) else "it is no single tensor"
-
-
 def _is_of_the_step(case: Case) -> str:
     return "" if case.storage >= 0 else "it is a parameter, a buffer or an input"
 
@@ -218,7 +213,6 @@ def _shows_no_view(case: Case) -> str:
 
 # Each says why an argument must not be overwritten, or nothing. The later ones rely on the earlier.
 CLAUSES: dict[str, Callable[[Case], str]] = {
-    "one tensor": _is_one_tensor,
     "of the step": _is_of_the_step,
     "made by torch": _is_made_by_torch,
     "unseen": _is_unseen,
@@ -268,8 +262,8 @@ def candidates(
     refusal = ""
     for position in form.over:
         argument = node.args[position] if position < len(node.args) else None
-        if not isinstance(argument, fx.Node):
-            continue
+        if not isinstance(argument, fx.Node) or not capture.lives_in[argument]:
+            continue  # a number
         case = Case(capture, sizes, visible, index, argument)
         why = next(filter(None, (clause(case) for clause in CLAUSES.values())), "")
         if not why and case.storage not in found:
