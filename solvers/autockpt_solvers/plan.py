@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autockpt_solvers.chrome import Point, write_chrome_trace
 from autockpt_solvers.decisions import Decision, decide
 from autockpt_solvers.errors import PlanFormatError, ScheduleError
 from autockpt_solvers.memory import Trace, live_storages, simulate
@@ -162,6 +163,19 @@ class Plan:
     def timeline(self) -> tuple[TimelinePoint, ...]:
         """Live bytes over the time of the step."""
         return trace_timeline(self.problem, self.schedule, self.trace)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The timeline as plain points: time in seconds, live bytes, operation."""
+        return tuple((p.time_s, p.live_bytes, p.operation) for p in self.timeline)
+
+    def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted timeline for chrome://tracing or Perfetto.
+
+        Raises:
+            OSError: where the file cannot be written.
+        """
+        write_chrome_trace(path, {"predicted": self.points})
 
     @cached_property
     def baseline_timeline(self) -> tuple[TimelinePoint, ...]:
