@@ -151,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the memory timeline into this file"
     )
+    inspect.add_argument(
+        "--trace", type=Path, metavar="OUT.json", help="write the timeline for chrome://tracing"
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON instead of text")
     inspect.set_defaults(run=_run_inspect)
     return parser
@@ -219,6 +222,8 @@ def _run_inspect(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.plan)
     if arguments.plot is not None:
         draw_timeline(plan, arguments.plot)
+    if arguments.trace is not None:
+        plan.save_chrome_trace(arguments.trace)
     if arguments.json:
         print(json.dumps(report_dict(plan), indent=1))
     else:

@@ -55,6 +55,7 @@ class Options:
         pins: what to keep and to recompute.
         given: a plan to use instead of searching.
         fullgraph: whether a model of several graphs is an error.
+        inplace: whether operations may be written over what dies there.
     """
 
     budget: int | str | None
@@ -63,6 +64,7 @@ class Options:
     pins: Pins = field(default_factory=Pins)
     given: Plan | None = None
     fullgraph: bool = False
+    inplace: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def options_of(
     recompute: Sequence[str],
     given: str | Path | Plan | None = None,
     fullgraph: bool = False,
+    inplace: bool = True,
 ) -> Options:
     """Return checked options.
 
@@ -102,7 +105,7 @@ def options_of(
             raise PinError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
     pins = Pins(tuple(keep), tuple(recompute))
-    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph)
+    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph, inplace)
 
 
 # ------------------------------------------------------------------ a plan for a captured step
@@ -148,6 +151,7 @@ def make_plan(
         pins=options.pins,
         state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
         name=model_name,
+        inplace=options.inplace,
     )
     problem = formulation.problem
     stages = {"capture": capture_s, "profile": measured - started}

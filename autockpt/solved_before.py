@@ -61,6 +61,8 @@ def recall(question: Question) -> Solution | None:
         for step in schedule.steps:
             if isinstance(step, Compute):
                 _index(step.operation, len(problem.operations))
+                if step.over is not None:
+                    _index(step.over, len(problem.storages))
             elif isinstance(step, Free):
                 _index(step.storage, len(problem.storages))
         return measured(
