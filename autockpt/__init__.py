@@ -1,6 +1,7 @@
 """Fit the training of a PyTorch model into a memory budget, at the least extra compute."""
 
 from autockpt.ahead import plan
+from autockpt.measure import measure
 from autockpt.module import optimize, restore
 from autockpt_solvers.errors import (
     AutockptError,
@@ -34,6 +35,7 @@ __all__ = [
     "SolverError",
     "StaleInput",
     "StepError",
+    "measure",
     "optimize",
     "plan",
     "restore",

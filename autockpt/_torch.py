@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,9 +57,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "AllocationTracker",
+    "AllocatorEvent",
     "FakeTensor",
     "FakeTensorMode",
     "JointGraph",
+    "NamedRange",
     "OperatorMode",
     "StorageWeakRef",
     "Watch",
@@ -74,6 +76,7 @@ __all__ = [
     "compiled_behind",
     "compiled_nodes",
     "counters_of",
+    "cuda_history",
     "fake_mode_of",
     "forget_context",
     "getitem_index",
@@ -90,6 +93,7 @@ __all__ = [
     "map_tensors",
     "may_be_eagers",
     "module_path",
+    "named_range",
     "nodes_of",
     "on_double_backward",
     "opaque",
@@ -102,6 +106,7 @@ __all__ = [
     "storage_key",
     "tensor_leaves",
     "user_error",
+    "watched_step",
     "when_released",
 ]
 
@@ -438,7 +443,9 @@ def _said_once() -> set[Callable[..., Any]]:
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Return the graph as a function of one list, which it empties: inputs die at last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
+    codegen = _BoxedCodeGen()
+    codegen._body_transformer = module.graph._codegen._body_transformer  # writes comments
+    module.graph.set_codegen(codegen)
     module.recompile()
     function = module.forward
 
@@ -844,7 +851,99 @@ def _legacy_events(run: Callable[[], Any]) -> list[int]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class AllocatorEvent:
+    """One allocation, or one free where the bytes are negative.
+
+    Attributes:
+        time_ns: when, on the profiler's clock.
+        address: of the memory.
+        size_bytes: what was allocated or freed.
+        scope: the innermost range around it that :func:`named_range` opened, else the operator's.
+    """
+
+    time_ns: int
+    address: int
+    size_bytes: int
+    scope: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRange:
+    """One range that :func:`named_range` opened.
+
+    Attributes:
+        name: its name.
+        compiled: whether it lies inside a compiled graph.
+        first_event: the number of the allocator's events before it.
+        last_event: the number of them by its end.
+    """
+
+    name: str
+    compiled: bool
+    first_event: int
+    last_event: int
+
+
+_RANGE = "autockpt/"
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Open a range that :func:`watched_step` reports."""
+    return torch.profiler.record_function(_RANGE + name)
+
+
+def watched_step(run: Callable[[], Any]) -> tuple[list[AllocatorEvent], list[NamedRange]]:
+    """Run a step; return the CPU allocator's events and the named ranges, in their order."""
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
+    profiler.start()
+    try:
+        run()
+    finally:
+        profiler.stop()
+    inner: Any = profiler.profiler
+    roots = inner.kineto_results.experimental_event_tree()
+    events: list[AllocatorEvent] = []
+    ranges: list[NamedRange] = []
+
+    def walk(nodes: Iterable[Any], scope: str, compiled: bool) -> None:
+        for node in sorted(nodes, key=lambda n: n.start_time_ns):
+            fields = node.extra_fields
+            if hasattr(fields, "alloc_size"):
+                if fields.device.type == "cpu":
+                    events.append(
+                        AllocatorEvent(node.start_time_ns, fields.ptr, fields.alloc_size, scope)
+                    )
+                continue
+            inside = compiled or "CompiledFunction" in node.name
+            if not node.name.startswith(_RANGE):
+                own = scope if scope.startswith(_RANGE) else node.name
+                walk(node.children, own, inside)
+                continue
+            position, first = len(ranges), len(events)
+            ranges.append(NamedRange("", False, 0, 0))
+            walk(node.children, node.name, inside)
+            name = node.name.removeprefix(_RANGE)
+            ranges[position] = NamedRange(name, compiled, first, len(events))
+
+    walk(roots, "", False)
+    return [replace(e, scope=e.scope.removeprefix(_RANGE)) for e in events], ranges
+
+
 # ------------------------------------------------------------------ CUDA
+
+
+def cuda_history(run: Callable[[], Any], device: torch.device) -> Any:
+    """Run a step; return torch's snapshot of the allocator with the step's history."""
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, device=device)
+    try:
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory._snapshot(device)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
 
 
 def queue_delay(cycles: int) -> None:

@@ -30,6 +30,7 @@ def plan(
     time_limit: float = 60.0,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    inplace: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return the plan that ``optimize`` would make for these inputs. Runs no step.
@@ -50,13 +51,19 @@ def plan(
         time_limit: seconds to search for a schedule.
         keep: patterns of module paths whose results are not recomputed.
         recompute: patterns of module paths whose inner results are not kept.
+        inplace: whether an operation may be written over a tensor that dies there.
         progress: called with a line of text now and then.
 
     Raises:
         BudgetError, InfeasibleBudget, CaptureError, InputError, PinError: as ``optimize``.
     """
     options = options_of(
-        budget, solver=solver, time_limit=time_limit, keep=keep, recompute=recompute
+        budget,
+        solver=solver,
+        time_limit=time_limit,
+        keep=keep,
+        recompute=recompute,
+        inplace=inplace,
     )
     require_trainable(model)
     args, kwargs = as_tuple(example_inputs), dict(example_kwargs or {})

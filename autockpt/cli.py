@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from autockpt import cache
 from autockpt.budget import parse_budget
 from autockpt.document import FORMATS, document
 from autockpt.explain import explain, explain_text
@@ -133,6 +134,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     devices.set_defaults(run=_run_devices)
 
+    cached = commands.add_parser(
+        "cache",
+        help="list or clear what earlier runs left for later ones",
+        description="List or clear the measurements and schedules that earlier runs left for later "
+        "ones. AUTOCKPT_CACHE names another folder; AUTOCKPT_CACHE=0 turns the cache off.",
+    )
+    cached.add_argument("action", choices=("list", "clear"))
+    cached.set_defaults(run=_run_cache)
+
     inspect = commands.add_parser(
         "inspect", help="print the report of a saved plan", description="Report a saved plan."
     )
@@ -146,6 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the memory timeline into this file"
+    )
+    inspect.add_argument(
+        "--trace", type=Path, metavar="OUT.json", help="write the timeline for chrome://tracing"
     )
     inspect.add_argument("--json", action="store_true", help="print JSON instead of text")
     inspect.set_defaults(run=_run_inspect)
@@ -269,10 +282,29 @@ def _run_devices(arguments: argparse.Namespace) -> None:
         )
 
 
+def _run_cache(arguments: argparse.Namespace) -> None:
+    where = cache.folder()
+    if where is None:
+        print("the cache is turned off")
+    elif arguments.action == "clear":
+        print(f"deleted {cache.clear()} files in {where}")
+    else:
+        found = cache.entries()
+        total = format_bytes(sum(entry.size_bytes for entry in found))
+        print(f"{len(found)} entries, {total}, in {where}")
+        for entry in found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+            name, what = entry.about.get("name", ""), entry.about.get("what", "")
+            size = format_bytes(entry.size_bytes)
+            print(f"{when}  {entry.kind:<8} {size:>10}  {name}: {what}")
+
+
 def _run_inspect(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.plan)
     if arguments.plot is not None:
         draw_timeline(plan, arguments.plot)
+    if arguments.trace is not None:
+        plan.save_chrome_trace(arguments.trace)
     if arguments.json:
         print(json.dumps(report_dict(plan), indent=1))
     else:

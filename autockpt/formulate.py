@@ -14,7 +14,7 @@ use them does not make them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import fx
 from autockpt import _torch
 from autockpt.accumulate import is_leaf, products
 from autockpt.capture import Capture
+from autockpt.inplace import candidates, is_dense
 from autockpt.pins import Pins
 from autockpt.profile import Profile
 from autockpt.tangents import tensors
@@ -135,6 +136,7 @@ def formulate(
     pins: Pins | None = None,
     state_bytes: int = 0,
     name: str = "",
+    inplace: bool = False,
 ) -> Formulation:
     """Return the problem of one training step.
 
@@ -145,11 +147,13 @@ def formulate(
         pins: the user's word on what to keep and to recompute.
         state_bytes: bytes of one saved generator state on the device.
         name: the model's name.
+        inplace: whether operations may be written over what dies there.
 
     Raises:
         PinError: a pin matches nothing, or two contradict.
     """
-    return _Builder(capture, profile, around, pins or Pins(), state_bytes, name).build()
+    builder = _Builder(capture, profile, around, pins or Pins(), state_bytes, name)
+    return builder.build(inplace)
 
 
 class _Builder:
@@ -190,7 +194,7 @@ class _Builder:
         self.held = self._held()
         self.loss_storage = -1
 
-    def build(self) -> Formulation:
+    def build(self, inplace: bool) -> Formulation:
         capture = self.capture
         self.pins.check(self.paths[: capture.barrier])
         backward_reads = {
@@ -229,13 +233,17 @@ class _Builder:
         end = self._accumulate()
         forward_made = {s for own in capture.outputs for s in own if self._forward(s)}
         end |= self._held_tangents()
+        at_barrier = frozenset(forward_made | self.held | set(capture.new_buffers))
+        at_end = frozenset((end | self.held | {self.loss_storage}) - {-1})
+        if inplace:
+            self._write_in_place(at_barrier | at_end)
         problem = Problem(
             storages=tuple(self.storages),
             operations=tuple(self.operations),
             barrier=barrier,
             resident_bytes=self.around.resident_bytes + self.gradient_bytes,
-            live_at_barrier=frozenset(forward_made | self.held | set(capture.new_buffers)),
-            live_at_end=frozenset((end | self.held | {self.loss_storage}) - {-1}),
+            live_at_barrier=at_barrier,
+            live_at_end=at_end,
             name=self.name,
         )
         return Formulation(
@@ -516,6 +524,18 @@ class _Builder:
         )
         self.origins.append(Origin(Role.AROUND))
 
+    # -------------------------------------------------------------- in place
+
+    def _write_in_place(self, visible: frozenset[int]) -> None:
+        """Say of each operation what it may be written over, or why nothing."""
+        sizes = [storage.size_bytes for storage in self.storages]
+        visible |= {storage for _, storage, _ in self.capture.gradients}
+        number = {node: index for index, node in enumerate(self.capture.operations)}
+        for place, (op, origin) in enumerate(zip(self.operations, self.origins, strict=True)):
+            if origin.role is Role.NODE and origin.node is not None:
+                over, why = candidates(self.capture, sizes, visible, number[origin.node])
+                self.operations[place] = replace(op, over=over, kept_out=why)
+
     # -------------------------------------------------------------- pins
 
     def _pinned(self, problem: Problem) -> Problem:
@@ -556,7 +576,7 @@ def _own_bytes(node: fx.Node) -> int:
 
 
 def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    if _is_dense(parameter):
+    if is_dense(parameter):
         return all(
             size == 1 or mine == theirs
             for size, mine, theirs in zip(
@@ -564,14 +584,3 @@ def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
             )
         )
     return gradient.is_contiguous()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers its memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

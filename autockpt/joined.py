@@ -244,6 +244,7 @@ class _Joiner:
                 outputs=outputs,
                 recompute_inputs=recompute,
                 recompute_outputs=tuple(own[s] for s in op.recompute_outputs),
+                over=self._mapped(own, op.over),
                 module_path=path,
             )
         )

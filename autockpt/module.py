@@ -109,7 +109,8 @@ def optimize(
         backend: what runs the operations; ``"eager"`` is the one there is.
         keep: patterns of module paths (``"blocks.*.attn"``) whose results are not recomputed.
         recompute: patterns of module paths whose inner results are not kept.
-        inplace: whether in-place operations are allowed; this release applies none.
+        inplace: whether an operation may be written over a tensor that dies there, where that is
+            proved to change nothing.
         arena: None or False; the memory pool is not part of this release.
         fullgraph: a model that does not capture as one graph is an error; else it runs as several
             graphs under the one budget, planned when a first step has shown them.
@@ -136,7 +137,6 @@ def optimize(
     accumulate = check_accumulate(accumulate)
     if accumulate == AUTO and plan is not None:
         raise InputError("accumulate='auto' makes the plan: with plan=, give a number.")
-    del inplace  # either value is what this release does
     options = options_of(
         budget,
         solver=solver,
@@ -145,6 +145,7 @@ def optimize(
         recompute=recompute,
         given=plan,
         fullgraph=fullgraph,
+        inplace=inplace,
     )
     handle = Handle(model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate)
     if example_inputs is not None or example_kwargs is not None:

@@ -53,6 +53,8 @@ def _by_path(plan: Plan) -> dict[str, ModuleShare]:
     shares: dict[str, list[int]] = {}
     column = {"kept": 0, "recomputed": 1, "freed": 2}
     for decision in plan.decisions:
+        if decision.action == "in place":
+            continue
         share = shares.setdefault(decision.module_path, [0, 0, 0, 0])
         share[column[decision.action]] += decision.size_bytes
     for operation, runs in plan.schedule.runs.items():

@@ -23,6 +23,7 @@ from autockpt.pins import Pins
 from autockpt.profile import profile
 from autockpt.replay import state_bytes
 from autockpt.roofline import Modelled
+from autockpt.solved_before import Question, recall, remember
 from autockpt_solvers.errors import InfeasibleBudget, InputError, PinError, SolverError
 from autockpt_solvers.methods import METHODS
 from autockpt_solvers.minimum import minimum
@@ -54,6 +55,7 @@ class Options:
         pins: what to keep and to recompute.
         given: a plan to use instead of searching.
         fullgraph: whether a model of several graphs is an error.
+        inplace: whether operations may be written over what dies there.
     """
 
     budget: int | str | None
@@ -62,6 +64,7 @@ class Options:
     pins: Pins = field(default_factory=Pins)
     given: Plan | None = None
     fullgraph: bool = False
+    inplace: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def options_of(
     recompute: Sequence[str],
     given: str | Path | Plan | None = None,
     fullgraph: bool = False,
+    inplace: bool = True,
 ) -> Options:
     """Return checked options.
 
@@ -101,7 +105,7 @@ def options_of(
             raise PinError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
     pins = Pins(tuple(keep), tuple(recompute))
-    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph)
+    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph, inplace)
 
 
 # ------------------------------------------------------------------ a plan for a captured step
@@ -147,6 +151,7 @@ def make_plan(
         pins=options.pins,
         state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
         name=model_name,
+        inplace=options.inplace,
     )
     problem = formulation.problem
     stages = {"capture": capture_s, "profile": measured - started}
@@ -169,18 +174,30 @@ def solved(
     origin: Mapping[str, str],
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Return the best plan found for a problem.
+    """Return the best plan found for a problem, by this run or an earlier one.
 
     Raises:
         InfeasibleBudget: no schedule fits.
     """
-    solution = solve(
+    asked = Question(
         problem,
         budget_bytes,
         method=options.solver,
         time_limit_s=options.time_limit_s,
-        progress=progress,
+        release=origin["autockpt"],
     )
+    solution = recall(asked)
+    if solution is not None:
+        origin = {**origin, "plan": "cached"}
+    else:
+        solution = solve(
+            problem,
+            budget_bytes,
+            method=options.solver,
+            time_limit_s=options.time_limit_s,
+            progress=progress,
+        )
+        remember(asked, solution)
     if progress is not None:
         progress(f"solved in {solution.solve_time_s:.1f} s with {solution.method}")
     return Plan(

@@ -3,14 +3,16 @@
 Requires a schedule that frees every copy at its last use (``free_early``): the generated code
 drops each name after its last use, so that the order of runs is all there is to write down.
 Ensures that every run stands at its place, that a name always means the newest copy, and that a
-further run is named after its origin: ``addmm_3_again_1``.
+further run is named after its origin: ``addmm_3_again_1``. A run that the schedule writes in place
+stands there as such, with the proof as a comment; nothing reads what it has overwritten.
 
 A view is taken anew from the newest copy of its base, right where it is first needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ from torch import fx
 from autockpt import _torch
 from autockpt.capture import Capture
 from autockpt.formulate import Formulation, Role, again
+from autockpt.inplace import in_place_call
 from autockpt.replay import generator_state, replay, state_bytes
 from autockpt.tangents import tensors
+from autockpt_solvers.decisions import why_in_place
 from autockpt_solvers.errors import ScheduleError
-from autockpt_solvers.schedule import Schedule, free_early
+from autockpt_solvers.schedule import BARRIER, Compute, Schedule, Step, free_early
 
 __all__ = ["backward_needs", "rewrite", "rewrite_backward"]
 
@@ -52,13 +56,12 @@ def rewrite(
     forward.order(
         [forward.placeholder(n, n.name, n.meta) for n in (*joint.primals, *joint.forward_seeds)]
     )
-    for operation in schedule.forward_computes:
-        forward.run(operation)
+    barrier = schedule.steps.index(BARRIER)
+    forward.run_all(schedule.steps[:barrier])
 
     # What the backward asks for while it is written is what the forward saves.
     backward = _Writer(formulation, forward)
-    for operation in schedule.backward_computes:
-        backward.run(operation)
+    backward.run_all(schedule.steps[barrier:])
     gradients = [_value(backward, x) for x in joint.backward_outputs]
     for node in joint.module.graph.nodes:
         if node.name in also_save:
@@ -183,6 +186,8 @@ class _Writer:
         self.viewed: dict[fx.Node, tuple[fx.Node, tuple[int, ...]]] = {}
         self.copies: dict[int, int] = {}  # storage -> number of the copy that names mean
         self.runs: dict[int, int] = dict(forward.runs) if forward is not None else {}
+        self.overwritten: dict[int, str] = {}  # storage -> the run that is written over it
+        self.proofs: dict[str, str] = {}  # run -> why it may write in place
 
     # -------------------------------------------------------------- placeholders
 
@@ -203,8 +208,14 @@ class _Writer:
 
     # -------------------------------------------------------------- runs
 
-    def run(self, index: int) -> None:
-        """Write one run of an operation of the problem."""
+    def run_all(self, steps: Sequence[Step]) -> None:
+        """Write the runs among the steps of a schedule."""
+        for step in steps:
+            if isinstance(step, Compute):
+                self.run(step.operation, step.over)
+
+    def run(self, index: int, over: int | None = None) -> None:
+        """Write one run of an operation of the problem, where asked over a storage."""
         origin = self.formulation.origins[index]
         if origin.node is None:
             return
@@ -213,9 +224,9 @@ class _Writer:
         elif origin.role is Role.OLD_VALUE:
             self._old_value(origin.node)
         else:
-            self._node(origin.node, index)
+            self._node(origin.node, index, over)
 
-    def _node(self, node: fx.Node, index: int) -> None:
+    def _node(self, node: fx.Node, index: int, over: int | None) -> None:
         operation = self.formulation.problem.operations[index]
         # A forward operation has run once before any backward begins.
         before = isinstance(self.forward, _Saved) and index < self.formulation.problem.barrier
@@ -234,6 +245,12 @@ class _Writer:
             state = self.stored(("state", node))
             args = (state, tensors(node)[0].device, target, *args)
             target = replay
+        if over is not None:
+            target, argument, keyword = in_place_call(self.capture, node, over)
+            kwargs = {**kwargs, keyword: self.value(argument)} if keyword else kwargs
+            proof = why_in_place(self.formulation.problem, index, over)
+            self.proofs[_name(node, count)] = proof
+            self.overwritten[over] = node.name
         copy = self.graph.create_node(
             "call_function", target, args, kwargs, name=_name(node, count)
         )
@@ -243,6 +260,7 @@ class _Writer:
         self.bound[node] = copy
         for storage in made:
             self.copies[storage] = self.copies.get(storage, 0) + 1
+            self.overwritten.pop(storage, None)
         if not isinstance(node.meta.get("val"), torch.Tensor):
             self._pick(node, copy, count, set(made))
 
@@ -286,7 +304,12 @@ class _Writer:
     # -------------------------------------------------------------- values
 
     def value(self, node: fx.Node) -> fx.Node:
-        """Return what the joint graph's node means here and now."""
+        """Return what the joint graph's node means here and now.
+
+        Raises:
+            ScheduleError: it has been overwritten.
+        """
+        self._check_there(node)
         if node.op == "get_attr":
             if node not in self.bound:
                 self.bound[node] = self.graph.create_node("get_attr", node.target, name=node.name)
@@ -298,8 +321,16 @@ class _Writer:
             return self._view(node)
         return self.stored(node)
 
+    def _check_there(self, node: fx.Node) -> None:
+        for storage in self.capture.lives_in.get(node, ()):
+            if storage in self.overwritten:
+                by = self.overwritten[storage]
+                raise ScheduleError(f"{node.name} is read after {by} was written over it")
+
     def stored(self, key: _Key) -> fx.Node:
         """Return a value bound here, or ask the forward for it."""
+        if isinstance(key, fx.Node):
+            self._check_there(key)
         if key in self.bound:
             return self.bound[key]
         node = _meta_node(key)
@@ -341,7 +372,20 @@ class _Writer:
             v.meta.get("stack_trace") if isinstance(v, fx.Node) else None for v in values
         ]
         self.graph.lint()
+        if self.proofs:
+            self.graph.on_generate_code(lambda _: partial(_commented, self.proofs))
         return fx.GraphModule(self.capture.joint.module, self.graph)
+
+
+def _commented(proofs: Mapping[str, str], body: list[str]) -> list[str]:
+    """The lines of a graph's code with a comment before each run that writes in place."""
+    lines: list[str] = []
+    for line in body:
+        name = line.partition(" = ")[0].partition(":")[0].strip()
+        if name in proofs:
+            lines.append(f"# in place {proofs[name]}\n")
+        lines.append(line)
+    return lines
 
 
 def _name(node: fx.Node, count: int) -> str:

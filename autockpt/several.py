@@ -274,6 +274,7 @@ class Several:
             Around(),
             state_bytes=state_bytes(self.device.kind),
             name=name,
+            inplace=self.options.inplace,
         )
 
     def _planned(self, joined: Joined) -> Plan:

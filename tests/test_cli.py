@@ -218,6 +218,13 @@ def test_inspect_prints_json(saved: Path, capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report_dict(small_plan())))
 
 
+def test_inspect_writes_the_timeline(saved: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["inspect", str(saved), "--trace", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == Plan.load(saved).peak_bytes
+
+
 def test_inspect_draws(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"

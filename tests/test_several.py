@@ -201,7 +201,8 @@ def test_nothing_keeps_a_model_that_is_let_go_of(build: type[nn.Module]) -> None
     train(model, 9)
     gone = weakref.ref(model)
     del model
-    gc.collect()
+    gc.collect()  # takes the compiled code, which
+    gc.collect()  # had a hold on what is taken here
     assert gone() is None
 
 

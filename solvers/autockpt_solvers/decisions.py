@@ -1,8 +1,12 @@
-"""Decisions: what a schedule does with each tensor of the forward, and why, in words."""
+"""Decisions: what a schedule does with each tensor of the forward, and why, in words.
+
+Of the backward's tensors only those are named that are written in place.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,31 +14,34 @@ from autockpt_solvers.problem import Operation, Problem
 from autockpt_solvers.schedule import Compute, Free, Schedule
 from autockpt_solvers.units import format_bytes, format_seconds
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "decide", "why_in_place"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one tensor of the forward.
+    """What happens to one tensor.
 
     Attributes:
         name: the graph's name of the tensor.
         module_path: the module it comes from, ``blocks.3.attn``.
         source: the user's line, ``model.py:41``.
         size_bytes: its size as the device's allocator rounds it.
-        action: ``kept`` from forward to backward, ``recomputed``, or ``freed`` because nothing
-            needs it once the forward is over.
+        action: ``kept`` from forward to backward, ``recomputed``, ``freed`` because nothing
+            needs it once the forward is over, or for a tensor of the backward ``in place``.
         times: how many copies of it are computed again and used.
         reason: why, in words.
+        in_place: what its operation is written over and why that is right, ``over linear: ...``;
+            or why an operation that could write in place does not, ``kept out of place: ...``.
     """
 
     name: str
     module_path: str
     source: str
     size_bytes: int
-    action: Literal["kept", "recomputed", "freed"]
+    action: Literal["kept", "recomputed", "freed", "in place"]
     times: int
     reason: str
+    in_place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class _Use:
 
 def decide(problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
     """Return one decision per forward storage the schedule makes, in the graph's order.
+
+    Then follow the backward storages whose operations are written in place.
 
     Args:
         problem: the problem the schedule solves.
@@ -74,6 +83,11 @@ def decide(problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
     loss kept 0 - the forward returns it
     """
     use = _uses(problem, schedule)
+    over = {
+        step.operation: step.over
+        for step in schedule.steps
+        if isinstance(step, Compute) and step.over is not None
+    }
     decisions = []
     for index in problem.forward:
         op = problem.operations[index]
@@ -95,9 +109,70 @@ def decide(problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
                     action=action,
                     times=times,
                     reason=_reason(problem, op, storage, use),
+                    in_place=_in_place(problem, index, over),
+                )
+            )
+    for index in problem.backward:
+        op = problem.operations[index]
+        if index in over:
+            storage = op.outputs[0]
+            decisions.append(
+                Decision(
+                    name=problem.storages[storage].name,
+                    module_path=op.module_path,
+                    source=op.source,
+                    size_bytes=problem.storages[storage].size_bytes,
+                    action="in place",
+                    times=0,
+                    reason="takes no memory of its own",
+                    in_place=_in_place(problem, index, over),
                 )
             )
     return tuple(decisions)
+
+
+def why_in_place(problem: Problem, index: int, storage: int) -> str:
+    """Return why an operation may be written over a storage that dies there."""
+    return (
+        f"over {problem.storages[storage].name}: {_operator(problem.operations[index])} is the "
+        "last to read it and reads each value before it writes there; it is no parameter, input, "
+        "output, saved or shared tensor, and of the same size, type and layout"
+    )
+
+
+def _in_place(problem: Problem, index: int, over: Mapping[int, int]) -> str:
+    op = problem.operations[index]
+    if index in over:
+        return why_in_place(problem, index, over[index])
+    if not op.over:
+        return f"kept out of place: {op.kept_out}" if op.kept_out else ""
+    storage = op.over[0]
+    return (
+        f"kept out of place: {problem.storages[storage].name} {_why_alive(problem, index, storage)}"
+    )
+
+
+def _why_alive(problem: Problem, index: int, storage: int) -> str:
+    """Say who needs a storage after an operation that could have been written over it."""
+    half = problem.forward if index < problem.barrier else problem.backward
+    for later in range(index + 1, half.stop):
+        if storage in problem.operations[later].inputs:
+            return f"is read again by {_operator(problem.operations[later])}"
+    for later in range(half.stop, len(problem.operations)):
+        if storage in problem.operations[later].inputs:
+            return f"is saved for {_operator(problem.operations[later])}"
+    again = next(o for o in problem.operations if storage in (o.recompute_inputs or ()))
+    return f"is kept to run {_operator(again)} again"
+
+
+def _operator(op: Operation) -> str:
+    """Return an operator's name as people say it: ``layer_norm's backward``."""
+    name = op.kind.removeprefix("aten.").partition(".")[0].removeprefix("_") or op.name
+    name = name.removeprefix("native_")
+    for ending in ("_backward_data", "_backward"):
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending)}'s backward"
+    return name
 
 
 def _uses(problem: Problem, schedule: Schedule) -> _Use:
@@ -125,6 +200,8 @@ def _uses(problem: Problem, schedule: Schedule) -> _Use:
             made.update(outputs)
             if not first:
                 unread.update(outputs)
+            if step.over is not None:
+                resident.discard(step.over)
         elif isinstance(step, Free):
             resident.discard(step.storage)
             unread.discard(step.storage)

@@ -78,6 +78,19 @@ class Liveness:
         return tuple(last)
 
     @cached_property
+    def in_place(self) -> dict[int, tuple[tuple[int, ...], int]]:
+        """The forward operations that are written over one of these storages if it is not kept.
+
+        With them stands what that saves while they run, in bytes.
+        """
+        problem = self.problem
+        return {
+            i: (over, problem.storages[over[0]].size_bytes)
+            for i in problem.forward
+            if (over := problem.overwrites[i])
+        }
+
+    @cached_property
     def forward_bytes(self) -> NDArray[np.int64]:
         """Bytes during each forward operation if nothing is kept, workspace included."""
         problem = self.problem
@@ -90,6 +103,8 @@ class Liveness:
                 delta[made] += problem.storages[storage].size_bytes
                 delta[end] -= problem.storages[storage].size_bytes
         workspace = [problem.operations[i].workspace_bytes for i in problem.forward]
+        for index, (_, saved_bytes) in self.in_place.items():
+            workspace[index] -= saved_bytes
         return np.cumsum(delta)[:-1] + np.array(workspace, np.int64) + problem.resident_bytes
 
     @cached_property
@@ -112,6 +127,9 @@ class Liveness:
         constant = problem.resident_bytes + sum(problem.storages[s].size_bytes for s in self.held)
         during = np.cumsum(delta)[:-1] + constant
         workspace = np.array([problem.operations[i].workspace_bytes for i in problem.backward])
+        for index in problem.backward:
+            if problem.overwrites[index]:
+                workspace[index - barrier] -= outputs[index - barrier]
         before = during - outputs
         return (
             tuple(int(x) for x in during + workspace.astype(np.int64)),
@@ -230,6 +248,9 @@ class Liveness:
             if storage not in problem.live_at_barrier:
                 delta[self.last_read[storage] + 1] += problem.storages[storage].size_bytes
         total = np.cumsum(delta)[:-1] + self.forward_bytes
+        for index, (over, saved_bytes) in self.in_place.items():
+            if all(storage in kept for storage in over):
+                total[index] += saved_bytes
         for index in problem.forward:
             op = problem.operations[index]
             if op.optional and index not in optional:

@@ -5,6 +5,8 @@ Rules, as the generated code and the device's allocator behave:
 - a run needs its inputs resident, allocates all its outputs, then its workspace on top; the live
   bytes *during* the run count inputs, outputs and workspace together;
 - a storage lives until its ``Free``; a storage is never computed while a copy is resident;
+- a run in place takes over the memory of an input, which is gone from then on: who reads it later
+  has to compute it again;
 - at the barrier the user's outputs are resident, at the end the gradients.
 """
 
@@ -73,9 +75,14 @@ def simulate(problem: Problem, schedule: Schedule) -> Trace:
     next_backward = problem.barrier
     passed = False
     held = problem.live_at_barrier & problem.live_at_end
+    written_over: dict[int, str] = {}
 
     def fail(position: int, message: str) -> ScheduleError:
         return ScheduleError(f"step {position} of the schedule: {message}")
+
+    def missing(storage: int) -> str:
+        by = f" ({written_over[storage]} is written over it)" if storage in written_over else ""
+        return f"{storages[storage].name}, which is not resident{by}"
 
     for position, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
@@ -102,9 +109,15 @@ def simulate(problem: Problem, schedule: Schedule) -> Trace:
             assert inputs is not None
             for storage in inputs:
                 if storage not in resident:
-                    raise fail(
-                        position, f"{op.name} reads {storages[storage].name}, which is not resident"
-                    )
+                    raise fail(position, f"{op.name} reads {missing(storage)}")
+            if step.over is not None:
+                if step.over not in op.over:
+                    raise fail(position, f"{op.name} may not write over {storages[step.over].name}")
+                if again:
+                    raise fail(position, f"{op.name} writes in place in a further run")
+                resident.remove(step.over)
+                live -= storages[step.over].size_bytes
+                written_over[step.over] = op.name
             for storage in outputs:
                 if storage in resident:
                     raise fail(
@@ -160,6 +173,7 @@ def live_storages(problem: Problem, schedule: Schedule, step: int) -> tuple[int,
     for item in schedule.steps[: step + 1]:
         if isinstance(item, Compute):
             op = problem.operations[item.operation]
+            resident.discard(-1 if item.over is None else item.over)
             resident.update(op.recompute_outputs if item.operation in done else op.outputs)
             done.add(item.operation)
         elif isinstance(item, Free):

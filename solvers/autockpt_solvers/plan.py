@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autockpt_solvers.chrome import Point, write_chrome_trace
 from autockpt_solvers.decisions import Decision, decide
 from autockpt_solvers.errors import PlanFormatError, ScheduleError
 from autockpt_solvers.memory import Trace, live_storages, simulate
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def baseline_peak_bytes(self) -> int:
-        """The predicted peak with nothing recomputed."""
+        """The predicted peak with nothing recomputed and nothing in place."""
         return self.baseline_trace.peak_bytes
 
     @cached_property
@@ -162,6 +163,19 @@ class Plan:
     def timeline(self) -> tuple[TimelinePoint, ...]:
         """Live bytes over the time of the step."""
         return trace_timeline(self.problem, self.schedule, self.trace)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The timeline as plain points: time in seconds, live bytes, operation."""
+        return tuple((p.time_s, p.live_bytes, p.operation) for p in self.timeline)
+
+    def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted timeline for chrome://tracing or Perfetto.
+
+        Raises:
+            OSError: where the file cannot be written.
+        """
+        write_chrome_trace(path, {"predicted": self.points})
 
     @cached_property
     def baseline_timeline(self) -> tuple[TimelinePoint, ...]:
@@ -266,9 +280,11 @@ class Plan:
 
     @cached_property
     def _baseline(self) -> tuple[Problem, Schedule]:
-        # The baseline keeps what the user pinned to be recomputed, too.
+        # The baseline keeps what is pinned to be recomputed, too, and writes nothing in place.
         problem = replace(
-            self.problem, storages=tuple(replace(s, keepable=True) for s in self.problem.storages)
+            self.problem,
+            storages=tuple(replace(s, keepable=True) for s in self.problem.storages),
+            operations=tuple(replace(op, over=()) for op in self.problem.operations),
         )
         return problem, free_early(problem, problem.required, problem.backward)
 
@@ -298,6 +314,8 @@ def _read(data: Mapping[str, Any]) -> Plan:
     for step in schedule.steps:
         if isinstance(step, Compute):
             _index(step.operation, len(problem.operations), "operation")
+            if step.over is not None:
+                _index(step.over, len(problem.storages), "storage")
         elif isinstance(step, Free):
             _index(step.storage, len(problem.storages), "storage")
     if not isinstance(data["figures"], dict):
@@ -331,12 +349,15 @@ def _outline(problem: Mapping[str, Any]) -> None:
     for op in problem["operations"]:
         for key in ("name", "fixed", "kind", "module_path", "source"):
             _text(op[key], key)
+        _text(op.get("kept_out", ""), "kept_out")
         for key in ("cost_ns", "workspace_bytes"):
             _whole(op[key], key)
         _flag(op["optional"], "optional")
         for key in ("inputs", "outputs", "recompute_inputs", "recompute_outputs"):
             for storage in (op[key] or ()) if key == "recompute_inputs" else op[key]:
                 _index(storage, count, key)
+        for storage in op.get("over", ()):
+            _index(storage, count, "over")
 
 
 def _whole(value: Any, name: str) -> int:

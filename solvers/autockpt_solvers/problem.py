@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,10 @@ class Operation:
         outside: it happens outside the captured graph: the user's loss, the optimizer.
         optional: a forward operation that only recomputation needs (saving the generator's
             state); a schedule may leave it out.
+        over: inputs that its first run may write its one output over, where they die there; what
+            the operator does allows it, the first of them is preferred.
+        kept_out: why an operator that could write in place has nothing to write over; empty where
+            it has, or where it cannot.
         module_path: the module the tensor comes from, ``blocks.3.attn``.
         source: the user's line, ``model.py:41``.
     """
@@ -72,6 +76,8 @@ class Operation:
     fixed: str = ""
     optional: bool = False
     outside: bool = False
+    over: tuple[int, ...] = ()
+    kept_out: str = ""
     kind: str = ""
     module_path: str = ""
     source: str = ""
@@ -154,6 +160,20 @@ class Problem:
         return tuple(i for i in self.forward if not self.operations[i].optional)
 
     @cached_property
+    def overwrites(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation the storages of ``over`` that no later first run of its half reads.
+
+        In the backward they die there whatever the schedule; in the forward unless they are kept.
+        """
+        last: dict[tuple[bool, int], int] = {}
+        for index, op in enumerate(self.operations):
+            last.update(((index < self.barrier, storage), index) for storage in op.inputs)
+        return tuple(
+            tuple(s for s in op.over if last[index < self.barrier, s] == index)
+            for index, op in enumerate(self.operations)
+        )
+
+    @cached_property
     def baseline_cost_ns(self) -> int:
         """Time of the step with nothing recomputed, in nanoseconds."""
         return sum(op.cost_ns for op in self.operations if not op.optional)
@@ -194,8 +214,8 @@ class Problem:
         """Return the problem that :meth:`to_dict` described."""
 
         def operation(fields: dict[str, Any]) -> Operation:
-            for key in ("inputs", "outputs", "recompute_inputs", "recompute_outputs"):
-                if fields[key] is not None:
+            for key in ("inputs", "outputs", "recompute_inputs", "recompute_outputs", "over"):
+                if fields.get(key) is not None:
                     fields = {**fields, key: tuple(fields[key])}
             return Operation(**fields)
 
@@ -213,6 +233,7 @@ class Problem:
 
     def _check(self) -> None:
         made: set[int] = set()
+        maker: dict[int, int] = {}
 
         def need(condition: bool, message: str) -> None:
             if not condition:
@@ -238,7 +259,11 @@ class Problem:
                 )
                 held = self.live_at_barrier & self.live_at_end & set(op.recompute_outputs)
                 need(not held, f"{op.name} may run again but the user holds its output")
+            for storage in op.over:
+                why = self._may_not_overwrite(index, storage, maker)
+                need(not why, f"{op.name} may write over storage {storage}, but {why}")
             made.update(op.outputs)
+            maker.update(dict.fromkeys(op.outputs, index))
         need(made <= set(range(len(self.storages))), "an operation makes an unknown storage")
         need(len(made) == len(self.storages), "a storage is made by no operation")
         forward_made = {s for i in self.forward for s in self.operations[i].outputs}
@@ -259,3 +284,20 @@ class Problem:
                 optional.isdisjoint(op.inputs) or op.optional,
                 f"{op.name} needs an optional operation in its first run",
             )
+
+    def _may_not_overwrite(self, index: int, storage: int, maker: Mapping[int, int]) -> str:
+        """Return why an operation must not be written over a storage; empty where it may be."""
+        op = self.operations[index]
+        if storage not in op.inputs:
+            return "does not read it"
+        if len(op.outputs) != 1 or op.optional:
+            return "does not make exactly one storage in every schedule"
+        if self.storages[storage].size_bytes != self.storages[op.outputs[0]].size_bytes:
+            return "its output has another size"
+        if self.operations[maker[storage]].outside:
+            return "it was made outside the graph"
+        if (maker[storage] < self.barrier) != (index < self.barrier):
+            return "it is saved for the backward, which may run twice"
+        if storage in self.live_at_barrier | self.live_at_end:
+            return "it must survive"
+        return ""

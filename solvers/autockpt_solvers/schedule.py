@@ -14,9 +14,16 @@ __all__ = ["BARRIER", "Barrier", "Compute", "Free", "Schedule", "Step", "free_ea
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run an operation; its outputs become resident."""
+    """Run an operation; its outputs become resident.
+
+    Attributes:
+        operation: the operation.
+        over: the resident storage that its output is written over, which is gone then; None where
+            the output gets memory of its own.
+    """
 
     operation: int
+    over: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +76,12 @@ class Schedule:
     # ---------------------------------------------------------------- JSON
 
     def to_list(self) -> list[Any]:
-        """Return plain JSON data: ``["c", 3]``, ``["f", 7]``, ``["b"]``."""
+        """Return plain JSON data: ``["c", 3]``, over 5 ``["c", 3, 5]``, ``["f", 7]``, ``["b"]``."""
         data: list[Any] = []
         for step in self.steps:
             if isinstance(step, Compute):
-                data.append(["c", step.operation])
+                over = [] if step.over is None else [step.over]
+                data.append(["c", step.operation, *over])
             elif isinstance(step, Free):
                 data.append(["f", step.storage])
             else:
@@ -86,7 +94,7 @@ class Schedule:
 
         def step(item: Sequence[Any]) -> Step:
             if item[0] == "c":
-                return Compute(item[1])
+                return Compute(item[1], item[2] if len(item) > 2 else None)
             if item[0] == "f":
                 return Free(item[1])
             if item[0] == "b":
@@ -101,7 +109,8 @@ def free_early(problem: Problem, forward: Sequence[int], backward: Sequence[int]
 
     A copy dies right after its last read before the same storage is computed again, or at
     the end of the part of the step in which it must survive. This is what the generated code does:
-    a name is dropped after its last use and always means the newest copy.
+    a name is dropped after its last use and always means the newest copy. A first run whose
+    operation may be written over one of the storages that die there is.
 
     Args:
         problem: the problem the operations belong to.
@@ -135,7 +144,13 @@ def free_early(problem: Problem, forward: Sequence[int], backward: Sequence[int]
         needed.update(inputs)
         frees[position] = dead
     steps: list[Step] = []
-    for index, dead in zip(order, frees, strict=True):
-        steps.append(BARRIER if index < 0 else Compute(index))
-        steps.extend(Free(s) for s in dead)
+    for index, first, dead in zip(order, first_run, frees, strict=True):
+        if index < 0:
+            steps.append(BARRIER)
+            over = None
+        else:
+            allowed = problem.overwrites[index] if first else ()
+            over = next((s for s in allowed if s in dead), None)
+            steps.append(Compute(index, over))
+        steps.extend(Free(s) for s in dead if s != over)
     return Schedule(tuple(steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from autockpt_solvers import Operation, Problem, Storage
 from autockpt_solvers.minimum import minimum
@@ -14,7 +15,8 @@ def random_problem(seed: int, *, most: int = 6) -> Problem:
 
     It has skips, operations of several outputs, workspace, operations that may not run again,
     random ones that need an optional operation to be replayed, storages that a further run does
-    not make, storages the user holds or sees at the barrier, pins and backward-only operations.
+    not make, storages the user holds or sees at the barrier, pins, backward-only operations and
+    operations that may be written over an input.
 
     Args:
         seed: equal seeds make equal problems.
@@ -115,6 +117,7 @@ def random_problem(seed: int, *, most: int = 6) -> Problem:
             )
             gradient = following
     live_at_end.add(gradient)
+    operations, storages = _in_place(seed, operations, storages, live_at_barrier | live_at_end)
     makers = {s: op for op in operations for s in op.recompute_outputs}
     pinned = {s for s in makers if s not in live_at_barrier and rng.random() < 0.05}
     return Problem(
@@ -128,6 +131,32 @@ def random_problem(seed: int, *, most: int = 6) -> Problem:
         live_at_end=frozenset(live_at_end),
         name=f"random {seed}",
     )
+
+
+def _in_place(
+    seed: int, operations: list[Operation], storages: list[Storage], visible: set[int]
+) -> tuple[list[Operation], list[Storage]]:
+    """Let some operations be written over one or two of their inputs, of the same size."""
+    rng = random.Random(f"in place {seed}")
+    storages = list(storages)
+    result = []
+    half = {s: i for i, op in enumerate(operations) for s in op.outputs}
+    barrier = next(i for i, op in enumerate(operations) if op.name == "loss") + 1
+    for index, op in enumerate(operations):
+        own = [
+            s for s in op.inputs if s not in visible and (half[s] < barrier) == (index < barrier)
+        ]
+        if own and len(op.outputs) == 1 and not op.optional and rng.random() < 0.5:
+            over = tuple(rng.sample(own, min(len(own), rng.choice((1, 2)))))
+            size = storages[op.outputs[0]].size_bytes
+            over = tuple(s for s in over if storages[s].size_bytes == size) or over[:1]
+            # Sizes of what came before may be relied on already; that of its output is not.
+            size = storages[over[0]].size_bytes
+            name = storages[op.outputs[0]].name
+            storages[op.outputs[0]] = Storage(name, size)
+            op = replace(op, over=tuple(s for s in over if storages[s].size_bytes == size))
+        result.append(op)
+    return result, storages
 
 
 def budgets(problem: Problem, smallest: int, largest: int) -> list[int]:

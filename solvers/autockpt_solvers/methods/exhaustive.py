@@ -225,8 +225,11 @@ def cheapest(
     inputs = [step.mask(s for s in op.inputs if step.demand.is_forward[s]) for op in operations]
     again_inputs = [step.mask(op.recompute_inputs or ()) for op in operations]
     again_outputs = [step.mask(op.recompute_outputs) for op in operations]
+    # What a backward operation allocates: nothing where it is written over what dies there.
     backward_bytes = [
-        sum(problem.storages[s].size_bytes for s in op.outputs) if i >= barrier else 0
+        sum(problem.storages[s].size_bytes for s in op.outputs)
+        if i >= barrier and not problem.overwrites[i]
+        else 0
         for i, op in enumerate(operations)
     ]
     held_bytes = [
@@ -263,18 +266,23 @@ def cheapest(
         op = operations[position]
         if inputs[position] & ~resident == 0:
             during = resident | forward_outputs[position]
-            live = fixed + step.size(during) + backward_bytes[position] + held_bytes[position]
-            if budget_bytes is None or live + op.workspace_bytes <= budget_bytes:
-                after = during & (step.useful[position + 1] | step.held)
+            over = problem.overwrites[position] if position < barrier else ()
+            # Where it does not fit, in place of one of the storages that may die there.
+            for left in (during, *(during & ~(1 << storage) for storage in over)):
+                live = fixed + step.size(left) + backward_bytes[position] + held_bytes[position]
+                if budget_bytes is not None and live + op.workspace_bytes > budget_bytes:
+                    tight = True
+                    continue
+                after = left & (step.useful[position + 1] | step.held)
                 if position + 1 <= barrier:
-                    after |= during & step.at_barrier
+                    after |= left & step.at_barrier
                 reached: State | None = (position + 1, after, -1)
                 if position + 1 == barrier:
-                    reached = _cross(step, during)
+                    reached = _cross(step, left)
                 if reached is not None:
                     moves.append((reached, cost + (op.cost_ns if op.optional else 0), position))
-            else:
-                tight = True
+                if left == during:
+                    break
         if op.optional:
             skipped: State | None = (position + 1, resident, -1)
             if position + 1 == barrier:

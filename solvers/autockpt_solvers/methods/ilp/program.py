@@ -204,6 +204,12 @@ class StageProgram:
                 for g, group in enumerate(groups)
                 if group.forward_end < index and not group.at_barrier and (g, 0) in self.resident
             }
+            over, saved_bytes = liveness.in_place.get(index, ((), 0))
+            if len(over) == 1 and over[0] in stages.group_of:
+                # Kept, it cannot be written over. Where several could, one is taken to be left.
+                kept = self.resident.get((stages.group_of[over[0]], 0))
+                if kept is not None:
+                    terms[kept] = saved_bytes
             name = f"forward({self.operation[index]})"
             self.memory_stage[self.memory_row(name, highest, terms)] = 0
 

@@ -103,6 +103,14 @@ class Residency:
         self.through = np.array(before, np.int64)
         self.top = np.full(count, NEVER, np.int64)  # highest of the runs of a stage, without these
         self.forward = liveness.forward_bytes.copy()
+        # Forward operations that are written over a group if it is not kept; how many are left.
+        self.overwrites: dict[int, int] = {}
+        self.left: dict[int, int] = {}
+        for index, (over, _) in liveness.in_place.items():
+            if all(storage in group_of for storage in over):
+                own = {group_of[storage] for storage in over}
+                self.left[index] = len(own)
+                self.overwrites.update(dict.fromkeys(own, index))
         for index in problem.forward:
             if problem.operations[index].optional:
                 self.forward[index] += NEVER
@@ -372,6 +380,8 @@ class Residency:
             start = self.forward_from[g]
             if start >= 0:
                 self.forward[start:] += size
+            if g in self.overwrites:
+                self._overwritten(self.overwrites[g], sign)
             for index in self.optional[g]:
                 count = self.wanted.get(index, 0) + sign
                 self.wanted[index] = count
@@ -385,6 +395,15 @@ class Residency:
         self._dirty.add(made)
         self.held[made:end] += size
         self.through[made + 1 : last] += size
+
+    def _overwritten(self, index: int, sign: int) -> None:
+        """Count a group more (or less) as kept that a forward operation could be written over."""
+        saved_bytes = self.liveness.in_place[index][1]
+        if sign > 0 and self.left[index] == 1:
+            self.forward[index] += saved_bytes
+        elif sign < 0 and not self.left[index]:
+            self.forward[index] -= saved_bytes
+        self.left[index] -= sign
 
     def _top(self, stage: int) -> int:
         """Return the highest level of a stage's runs, without what is there all through it."""
