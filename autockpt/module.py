@@ -504,7 +504,10 @@ class Handle:
         return self._stepper.flush()
 
     def reset(self) -> None:
-        """Drop the open window: gradients are again what they were before its first micro-step."""
+        """Drop the open window: gradients are again what they were before its first micro-step.
+
+        Where the optimizer's own step has failed they are None: it had been given their sum.
+        """
         self._stepper.reset()
 
     @property

@@ -202,8 +202,8 @@ class Stepper:
 
     def flush(self) -> Tensor | None:
         """Finish a window early; see :meth:`autockpt.module.Handle.flush`."""
-        self._check({})
         window = self.window
+        self._check_whole(window)
         if window is None:
             if self._last_ranks is None or not self._last_ranks.several:
                 return None
@@ -417,7 +417,10 @@ class Stepper:
             )
         if not torch.is_grad_enabled():
             raise StepError("gradients are switched off here: step outside torch.no_grad().")
-        if self.window is not None and self.window.broken:
+        self._check_whole(self.window)
+
+    def _check_whole(self, window: _Window | None) -> None:
+        if window is not None and window.broken:
             raise StepError(
                 "the open window failed in its backward or in its optimizer step, and cannot be "
                 "continued. Drop it with model.autockpt.reset()."

@@ -56,6 +56,9 @@ ORDER = [
     "per_module",
     "report",
     "picture",
+    "explain",
+    "frontier",
+    "document",
     "cli",
     "__main__",
 ]
