@@ -46,8 +46,10 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -78,6 +80,7 @@ __all__ = [
     "forget_context",
     "getitem_index",
     "has_gradient_hooks",
+    "has_lazy_parameters",
     "in_backward",
     "is_fake",
     "is_operator",
@@ -101,14 +104,17 @@ __all__ = [
     "source_line",
     "storage_key",
     "tensor_leaves",
+    "unguarded",
     "user_error",
     "when_released",
+    "while_tracing",
 ]
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
 _SIGNATURES = 64
 # The same for a frame that a graph broke in.
 _RESUMED = 3
+_GLOBAL_HOOKS = re.compile("_global_(forward|backward).*hooks$")
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
 
@@ -322,6 +328,12 @@ class _OwnFrames:
         )
 
 
+def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of constants that a trace calls as it meets it, and takes no part of."""
+    called: Callable[..., Any] = torch.compiler.assume_constant_result(function)
+    return called
+
+
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as one that no trace looks into."""
     hidden: Callable[..., Any] = torch._dynamo.disable(function)
@@ -343,6 +355,10 @@ def _patched(
             dynamo_config.patch(
                 ignore_logging_functions=_said_once(),
                 skip_nnmodule_hook_guards=False,
+                # A gradient taken inside the forward is part of the graph.
+                trace_autograd_ops=True,
+                # NumPy's draws are NumPy's: traced, they would be torch's.
+                use_numpy_random_stream=True,
                 recompile_limit=limit,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
@@ -688,10 +704,34 @@ def is_operator_error(error: BaseException) -> bool:
 
 
 def runs_elsewhere() -> bool:
-    """Return whether a call must run plainly: under the user's own mode, or under functorch."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or any(
-        not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    """Return whether a call must run plainly: under the user's own mode, under functorch, or where
+    gradients go forward.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
     )
+
+
+def unguarded(model: nn.Module) -> Callable[[], list[Any]]:
+    """Return a function for what a trace of the model takes for granted and does not guard on.
+
+    These are the forwards of its modules' classes and the hooks of all modules. The function is
+    called before each forward: it is cheap.
+    """
+    classes = list({type(module) for module in model.modules()})
+    hooks = [value for name, value in vars(modules).items() if _GLOBAL_HOOKS.match(name)]
+
+    def now() -> list[Any]:
+        return [*(cls.forward for cls in classes), *(h for one in hooks for h in one.values())]
+
+    return now
+
+
+def has_lazy_parameters(model: nn.Module) -> bool:
+    """Return whether some of the model's parameters get their shape at its first forward."""
+    return any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())
 
 
 def in_backward() -> bool:

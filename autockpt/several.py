@@ -94,6 +94,11 @@ class Several:
             part.detach()
         self.parts = {}
 
+    def forget(self) -> None:
+        """Drop all graphs: they are traced anew, and planned under what is decided about them."""
+        for part in self._all_parts():
+            part.forget()
+
     # -------------------------------------------------------------- what parts ask for
 
     def part(self, module: nn.Module, path: str) -> Part:
