@@ -2,6 +2,7 @@
 
 from autockpt.ahead import plan
 from autockpt.module import optimize, restore
+from autockpt.out_of_memory import OutOfMemory
 from autockpt_solvers.errors import (
     AutockptError,
     BudgetError,
@@ -26,6 +27,7 @@ __all__ = [
     "DoubleBackward",
     "InfeasibleBudget",
     "InputError",
+    "OutOfMemory",
     "PinError",
     "Plan",
     "PlanFormatError",

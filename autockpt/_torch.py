@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import logging
 import operator
 import re
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -76,6 +78,7 @@ __all__ = [
     "compiled_behind",
     "compiled_nodes",
     "counters_of",
+    "failed_run",
     "fake_mode_of",
     "forget_context",
     "getitem_index",
@@ -85,6 +88,7 @@ __all__ = [
     "is_fake",
     "is_operator",
     "is_operator_error",
+    "is_out_of_memory",
     "is_profiled",
     "is_random",
     "keep_missing_gradients",
@@ -114,6 +118,8 @@ __all__ = [
 _SIGNATURES = 64
 # The same for a frame that a graph broke in.
 _RESUMED = 3
+# A line of generated code: addmm_3_again_1 = torch.ops.aten.addmm.default(...)
+_MADE = re.compile(r"\s*(\w+?)(?:_again_(\d+))?(?:\s*:[^=]*)?\s=\s")
 _GLOBAL_HOOKS = re.compile("_global_(forward|backward).*hooks$")
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
@@ -669,6 +675,34 @@ def autograd_refusal(error: BaseException) -> RuntimeError | None:
         if type(inner) is RuntimeError and "modified by an inplace operation" in str(inner):
             return inner
         seen = inner.__cause__ or inner.__context__
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device's allocator could not serve a request."""
+    refused = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
+    return refused or isinstance(error, torch.OutOfMemoryError)
+
+
+def failed_run(error: BaseException, names: Collection[str]) -> tuple[str, int] | None:
+    """Return which run of an operation failed in generated code, or the last before it that is
+    known: its name, and how often it had run before. None where the error comes from elsewhere.
+    """
+    found: tuple[types.FrameType, int] | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):
+            found = frame, line
+    if found is None:
+        return None
+    frame, line = found
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    for text in reversed(lines[:line]):
+        made = _MADE.match(text)
+        if made is None:
+            continue
+        name, again = made.groups()
+        if name in names:
+            return name, int(again or 0)
     return None
 
 

@@ -30,6 +30,7 @@ from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.losses import Weight
+from autockpt.out_of_memory import OutOfMemory
 from autockpt.planning import (
     Made,
     Options,
@@ -306,6 +307,8 @@ class Handle:
             self._inputs = (args, kwargs)
             self._revise()
             output = self._traced(args, kwargs)
+        except OutOfMemory:
+            raise  # of the step, not of its planning
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
@@ -366,6 +369,8 @@ class Handle:
         self._started = time.perf_counter()
         try:
             output = traced(self.model, self._compiled, args, kwargs)
+        except OutOfMemory:
+            raise
         except AutockptError:
             if not self._counters:
                 raise
