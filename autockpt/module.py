@@ -30,6 +30,7 @@ from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.losses import Weight
+from autockpt.out_of_memory import OutOfMemory
 from autockpt.planning import (
     Made,
     Options,
@@ -212,6 +213,9 @@ class Handle:
         self._warned = False
         self._counters: frozenset[str] = frozenset()
         self._counts = True
+        self._begun, self._captures = False, 0
+        self._unguarded: Callable[[], list[Any]] = list
+        self._taken_for_granted: list[Any] = []
 
     # -------------------------------------------------------------- on and off the model
 
@@ -290,10 +294,13 @@ class Handle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward: under its plan where it trains, plainly elsewhere."""
         model = self.model
-        plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
-        if plain or _torch.runs_elsewhere():
+        plain = not (model.training and torch.is_grad_enabled())
+        if not plain and torch.compiler.is_compiling():
+            plain = _traced_by_others(type(model).__name__)
+        if plain or _torch.runs_elsewhere() or self._awaits_shapes():
             return model._call_impl(*args, **kwargs)
         _torch.leave_what_is_left_behind()
+        self._trace_anew_where_code_has_changed()
         if self._several is not None:
             return self._run_several(args, kwargs)
         for graph in self._graphs:
@@ -304,6 +311,8 @@ class Handle:
             self._inputs = (args, kwargs)
             self._revise()
             output = self._traced(args, kwargs)
+        except OutOfMemory:
+            raise  # of the step, not of its planning
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
@@ -335,6 +344,22 @@ class Handle:
             graph.read = []
         return output
 
+    def _awaits_shapes(self) -> bool:
+        """Whether this forward is the one in which parameters get their shapes."""
+        return not self._begun and _torch.has_lazy_parameters(self.model)
+
+    def _trace_anew_where_code_has_changed(self) -> None:
+        if self._begun and self._unguarded() != self._taken_for_granted:
+            self._renew()
+            self._graphs = []
+            if self._several is not None:
+                self._several.forget()
+        captures = len(self._graphs) + (self._several.captures if self._several else 0)
+        if not self._begun or captures != self._captures:  # the model may have new modules
+            self._unguarded = _torch.unguarded(self.model)
+        self._begun, self._captures = True, captures
+        self._taken_for_granted = self._unguarded()
+
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the compiled forward, and compile it first where that is to be done.
 
@@ -349,6 +374,8 @@ class Handle:
         self._started = time.perf_counter()
         try:
             output = traced(self.model, self._compiled, args, kwargs)
+        except OutOfMemory:
+            raise
         except AutockptError:
             if not self._counters:
                 raise
@@ -806,6 +833,17 @@ class Handle:
 
 def _read(joint: _torch.JointGraph) -> tuple[str, Capture]:
     return graph_key(joint), read_joint(joint)
+
+
+@_torch.while_tracing
+def _traced_by_others(name: str) -> bool:
+    """Say that a model runs as part of what somebody else compiles. Returns True."""
+    _LOG.warning(
+        "%s is traced by torch.compile, or within another optimised model: it runs without a plan "
+        "of its own. Optimise the outermost module, and do not compile around it.",
+        name,
+    )
+    return True
 
 
 def _has_gradients(model: nn.Module) -> bool:

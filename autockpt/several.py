@@ -23,6 +23,7 @@ from autockpt.device import Device
 from autockpt.formulate import Around, Formulation, formulate
 from autockpt.graphs import Graph, Known, graph_key, saved_placeholders
 from autockpt.joined import Joined, Member, join
+from autockpt.out_of_memory import Place
 from autockpt.parts import Mode, Part, own_children
 from autockpt.planning import Made, Options, budget_of, origin_of, solved
 from autockpt.profile import profile
@@ -62,6 +63,8 @@ class Several:
         parts: its modules that are captured on their own.
         inside: whether a training forward of the model is running.
         plan: the plan of the whole step; None until one step was recorded.
+        captures: the number of graphs captured so far.
+        places: for each graph of that plan: its own operation -> the plan's.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Several:
         self.inside = False
         self.plan: Plan | None = None
         self.captures = 0
+        self.places: dict[Key, dict[int, int]] = {}
         self._decided: dict[Key, _Decided] = {}
         self._seen: set[tuple[bool, tuple[Key, ...]]] = set()
         self._running: list[Key] = []
@@ -94,6 +98,11 @@ class Several:
         for part in self.parts.values():
             part.detach()
         self.parts = {}
+
+    def forget(self) -> None:
+        """Drop all graphs: they are traced anew, and planned under what is decided about them."""
+        for part in self._all_parts():
+            part.forget()
 
     # -------------------------------------------------------------- what parts ask for
 
@@ -216,7 +225,7 @@ class Several:
             return
         recorder.leave()
         record = recorder.record
-        keys = tuple(piece.place for piece in record.sequence)
+        keys = tuple(piece.key_in_step for piece in record.sequence)
         if not record.complete:
             return
         self._seen.add((self._recorded.gradients_exist, keys))
@@ -227,8 +236,10 @@ class Several:
 
     def _learn(self, record: Record) -> None:
         """Plan a recorded step, and let the graphs follow where their part of it has changed."""
-        absent = {e.graph.place: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD}
-        members = [self._member(piece, absent.get(piece.place)) for piece in record.sequence]
+        absent = {
+            e.graph.key_in_step: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD
+        }
+        members = [self._member(piece, absent.get(piece.key_in_step)) for piece in record.sequence]
         around = self._recorded
         joined = join(
             record,
@@ -246,11 +257,14 @@ class Several:
                 plan.origin["unoptimised"],
             )
         self.plan = plan
+        self.places = dict(
+            zip((p.key_in_step for p in record.sequence), joined.places, strict=True)
+        )
         stale: set[Part | None] = set()
         for number, (piece, member) in enumerate(zip(record.sequence, members, strict=True)):
             schedule = joined.own(plan.schedule, number, member.formulation)
             decided = _Decided(member.formulation.capture.absent, schedule)
-            self._decided[piece.place] = decided
+            self._decided[piece.key_in_step] = decided
             if (piece.captured.absent, piece.made.plan.schedule) != (
                 decided.absent,
                 decided.schedule,
@@ -262,10 +276,10 @@ class Several:
 
     def _member(self, piece: _Piece, absent: frozenset[int] | None) -> Member:
         if absent is None or absent == piece.captured.absent:
-            return Member(piece.made.formulation, piece.place[0])
+            return Member(piece.made.formulation, piece.key_in_step[0])
         captured = read_joint(piece.joint, absent)
         formulation = self._formulated(captured, piece.made.formulation.problem.name)
-        return Member(formulation, piece.place[0])
+        return Member(formulation, piece.key_in_step[0])
 
     def _formulated(self, captured: Capture, name: str) -> Formulation:
         return formulate(
@@ -321,21 +335,33 @@ class _Piece(Graph):
         super().__init__(key[2], joint, captured, known, made, owner.device)
         # Torch keeps compiled code as long as there are the parts: it must not keep them.
         self._owner, self._part = weakref.ref(owner), weakref.ref(part)
-        self.place = key
+        self.key_in_step = key
         self.arrived: frozenset[int] = captured.absent
 
     def part(self) -> Part | None:
         """Return the part that it belongs to; None where that is gone."""
         return self._part()
 
+    def place(self, operation: int) -> Place:
+        """Return where it stands in the plan of all graphs, once there is one."""
+        owner = self._owner()
+        places = {} if owner is None else owner.places.get(self.key_in_step, {})
+        if owner is None or owner.plan is None or operation not in places:
+            return super().place(operation)
+        return owner.plan, places[operation]
+
     def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the forward, under the eyes of the recorder where there is one."""
         owner = self._owner()
         if owner is not None:
-            owner.ran(self.place)
+            owner.ran(self.key_in_step)
         if owner is None or owner.recorder is None:
-            return run(args)
-        return owner.recorder.forward(self, run, args, len(self.captured.outputs))
+            return super().run_forward(run, args)
+
+        def run_it(args: list[Any]) -> Any:
+            return super(_Piece, self).run_forward(run, args)
+
+        return owner.recorder.forward(self, run_it, args, len(self.captured.outputs))
 
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward, under the eyes of the recorder where there is one."""
