@@ -32,6 +32,7 @@ ORDER = [
     "formulate",
     "replay",
     "rewrite",
+    "arena",
     "unforeseen",
     "resident",
     "given",
