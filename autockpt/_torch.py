@@ -95,6 +95,7 @@ __all__ = [
     "is_profiled",
     "is_random",
     "keep_missing_gradients",
+    "keeps_graph",
     "leave_what_is_left_behind",
     "leaves_of_running_node",
     "map_tensors",
@@ -111,6 +112,7 @@ __all__ = [
     "saved_descriptors",
     "source_line",
     "storage_key",
+    "storage_uses",
     "tensor_leaves",
     "unguarded",
     "user_error",
@@ -778,6 +780,16 @@ def has_lazy_parameters(model: nn.Module) -> bool:
 def in_backward() -> bool:
     """Return whether autograd is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward keeps its graph, so that it may run again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and Python objects hold a tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def leaves_of_running_node() -> list[torch.Tensor | None]:

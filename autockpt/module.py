@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from autockpt import _torch
 from autockpt.accumulate import Accumulating
+from autockpt.arena import Memory, in_arena
 from autockpt.backwards import guard_backward
 from autockpt.capture import Capture, capture, read_joint, traced, training
 from autockpt.choose import Choice, add_time_s, choose
@@ -112,7 +113,9 @@ def optimize(
         recompute: patterns of module paths whose inner results are not kept.
         inplace: whether an operation may be written over a tensor that dies there, where that is
             proved to change nothing.
-        arena: None or False; the memory pool is not part of this release.
+        arena: whether the step's tensors have fixed places in one block of memory that is allocated
+            once, as far as their operators can write there; None is False. A model of several
+            graphs has none.
         fullgraph: a model that does not capture as one graph is an error; else it runs as several
             graphs under the one budget, planned when a first step has shown them.
         plan: a plan, or the file of one, to use instead of searching.
@@ -131,8 +134,6 @@ def optimize(
     device_of(placement(model))
     if backend != "eager":
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
-    if arena:
-        raise InputError("arena is not part of this release: leave it at its default.")
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
     accumulate = check_accumulate(accumulate)
@@ -147,6 +148,7 @@ def optimize(
         given=plan,
         fullgraph=fullgraph,
         inplace=inplace,
+        arena=bool(arena),
     )
     handle = Handle(model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate)
     if example_inputs is not None or example_kwargs is not None:
@@ -216,6 +218,7 @@ class Handle:
         self._begun, self._captures = False, 0
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
+        self._memory: Memory | None = None
 
     # -------------------------------------------------------------- on and off the model
 
@@ -235,6 +238,8 @@ class Handle:
             graph.stop_watching()
         if self._several is not None:
             self._several.end()
+        if self._memory is not None:
+            self._memory.release()
         for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
             if name in _SHORT_CUTS and not self._may_show(name):
                 continue
@@ -627,13 +632,24 @@ class Handle:
         captured, known, made = self._planned(joint, key)
         started = time.perf_counter()
         known, made, forward, backward = self._written(joint, captured, known, made)
+        lent, origin = None, made.plan.origin
+        if self.options.arena:
+            plan = made.plan
+            self._memory = self._memory or Memory(placement(self.model))
+            parts = (forward, backward, made.formulation, plan.schedule)
+            lent, said = in_arena(*parts, self._memory, plan.budget_bytes)
+            origin = {**origin, "arena": said}
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
-        made = Made(replace(made.plan, stages_s=stages), made.formulation)
+        made = Made(replace(made.plan, stages_s=stages, origin=origin), made.formulation)
         graph = Graph(key, joint, captured, known, made, self._device())
         graph.saved = saved_placeholders(backward, captured)
         self._graphs.append(graph)
         self._show(made.plan)
-        return forward, backward, Accumulating(graph, backward, captured, self._asks_to_add())
+        watch = Accumulating(graph, backward, captured, self._asks_to_add())
+        if lent is None:
+            return forward, backward, watch
+        lent.inner = watch
+        return forward, backward, lent
 
     def _asks_to_add(self) -> Callable[[], bool]:
         """Whether a step asks for gradients to be added in the graph: for compiled code, which

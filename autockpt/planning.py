@@ -56,6 +56,7 @@ class Options:
         given: a plan to use instead of searching.
         fullgraph: whether a model of several graphs is an error.
         inplace: whether operations may be written over what dies there.
+        arena: whether tensors have fixed places in memory that is allocated once.
     """
 
     budget: int | str | None
@@ -65,6 +66,7 @@ class Options:
     given: Plan | None = None
     fullgraph: bool = False
     inplace: bool = True
+    arena: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def options_of(
     given: str | Path | Plan | None = None,
     fullgraph: bool = False,
     inplace: bool = True,
+    arena: bool = False,
 ) -> Options:
     """Return checked options.
 
@@ -105,7 +108,7 @@ def options_of(
             raise PinError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
     pins = Pins(tuple(keep), tuple(recompute))
-    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph, inplace)
+    return Options(budget, solver, float(time_limit), pins, loaded, fullgraph, inplace, arena)
 
 
 # ------------------------------------------------------------------ a plan for a captured step

@@ -34,6 +34,7 @@ ORDER = [
     "formulate",
     "replay",
     "rewrite",
+    "arena",
     "unforeseen",
     "resident",
     "given",
