@@ -34,7 +34,7 @@ from autockpt.unforeseen import lacking
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.schedule import Schedule
+from autockpt_solvers.schedule import Schedule, free_early
 
 __all__ = ["Several"]
 
@@ -126,12 +126,15 @@ class Several:
         key = (part.path, call, graph_key(joint))
         decided = self._decided.get(key, _Decided(frozenset(), None))
         captured = read_joint(joint, decided.absent)
-        formulation = self._formulated(captured, type(part.module).__name__)
-        schedule = decided.schedule or _least_kept(formulation.problem)
-        forward, backward = rewrite(formulation, schedule)
-        lacks = lacking(joint, saved_placeholders(backward, captured)) if captured.absent else []
-        if lacks:
-            forward, backward = rewrite(formulation, schedule, lacks)
+        in_case: tuple[str, ...] = ()
+        while True:
+            formulation = self._formulated(captured, type(part.module).__name__, in_case)
+            schedule = _of(formulation.problem, decided.schedule)
+            forward, backward = rewrite(formulation, schedule, in_case)
+            lacks = lacking(joint, saved_placeholders(backward, captured))
+            if not captured.absent or not set(lacks) - set(in_case):
+                break
+            in_case = tuple(sorted({*in_case, *lacks}))
         plan = Plan(
             formulation.problem,
             schedule,
@@ -281,11 +284,13 @@ class Several:
         formulation = self._formulated(captured, piece.made.formulation.problem.name)
         return Member(formulation, piece.key_in_step[0])
 
-    def _formulated(self, captured: Capture, name: str) -> Formulation:
+    def _formulated(
+        self, captured: Capture, name: str, in_case: tuple[str, ...] = ()
+    ) -> Formulation:
         return formulate(
             captured,
             profile(captured, self.device),
-            Around(),
+            Around(in_case=in_case),
             state_bytes=state_bytes(self.device.kind),
             name=name,
             inplace=self.options.inplace,
@@ -313,10 +318,11 @@ def _in_short(reason: str) -> str:
     return lines[0] if lines else reason
 
 
-def _least_kept(problem: Problem) -> Schedule:
-    """Return the schedule that keeps nothing it can recompute."""
-    demand = Demand(problem)
-    return stage_schedule(problem, on_demand(demand, frozenset()))
+def _of(problem: Problem, decided: Schedule | None) -> Schedule:
+    """Return what is decided for a problem; else the schedule that keeps the least it can."""
+    if decided is None:
+        return stage_schedule(problem, on_demand(Demand(problem), frozenset()))
+    return free_early(problem, decided.forward_computes, decided.backward_computes)
 
 
 class _Piece(Graph):
