@@ -273,24 +273,33 @@ def compile_forward(
 
 
 def compile_pieces(
-    model: nn.Module, partition: Partition, given_up: set[str], skipped: Callable[[], None]
+    model: nn.Module,
+    partition: Partition,
+    given_up: set[str],
+    skipped: Callable[[bool], None],
+    *,
+    numbers: bool,
 ) -> Callable[..., Any]:
     """Return a callable that runs ``model.forward`` as several graphs, with plain Python between.
 
     Where Dynamo cannot trace on, a graph ends; what it cannot trace runs plainly, and so does
     everything called from there. ``partition`` is called with each graph in turn. Where nothing of
-    a frame can be traced (a loop with a break inside), ``skipped`` is called and it runs plainly.
+    a frame can be traced (a loop with a break inside), it runs plainly, and ``skipped`` is called
+    with whether that is one behind a break.
 
-    ``given_up`` takes the names of frames behind a break that cannot be traced any more: a number
-    read from a tensor is guarded on by its value, which changes with every step. They run plainly
-    from then on, also where the same set is passed again; so the graphs stay the same.
+    ``numbers`` says whether a number read from a tensor is traced, so that it may be any. Not where
+    a size depends on it: then it ends a graph, and the next one holds for its value alone.
+
+    ``given_up`` takes the names of frames behind a break that cannot be traced any more, such as
+    those behind a number that changes with every step. They run plainly from then on, also where
+    the same set is passed again; so the graphs stay the same.
 
     Hooks of the model itself are not run: for a model without them.
     """
     # The user's own code object would be shared with other models and with torch.compile.
     own = getattr(model.forward, "__func__", None)
     if own is None or not isinstance(own, types.FunctionType):
-        skipped()
+        skipped(False)
         return model._call_impl
     entry = types.FunctionType(
         own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
@@ -304,7 +313,7 @@ def compile_pieces(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(model, *args, **kwargs)
 
-    return _patched(call, backend, limit=_RESUMED)
+    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
 
 
 class _OwnFrames:
@@ -315,7 +324,7 @@ class _OwnFrames:
         inner: Callable[..., Any],
         code: types.CodeType,
         given_up: set[str],
-        skipped: Callable[[], None],
+        skipped: Callable[[bool], None],
     ) -> None:
         self._torchdynamo_orig_backend = self.inner = inner
         self.code = code
@@ -333,7 +342,7 @@ class _OwnFrames:
                     return result
             if resumed:
                 self.given_up.add(code.co_name)
-            self.skipped()
+            self.skipped(resumed)
         # Not for good: the code object is the user's, and others may trace it.
         return ConvertFrameReturn(
             frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
@@ -358,6 +367,7 @@ def _patched(
     backend: _Backend,
     limit: int = _SIGNATURES,
     counters: Collection[str] = (),
+    numbers: bool = True,
 ) -> Callable[..., Any]:
     """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
@@ -373,6 +383,7 @@ def _patched(
                 # NumPy's draws are NumPy's: traced, they would be torch's.
                 use_numpy_random_stream=True,
                 recompile_limit=limit,
+                capture_scalar_outputs=numbers,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
             varying.patch(dynamic_sources=",".join(sorted(counters))),
