@@ -30,6 +30,7 @@ import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -313,7 +314,7 @@ def compile_pieces(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(model, *args, **kwargs)
 
-    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
+    return _patched(call, backend, limit=_RESUMED, numbers=numbers, pieces=True)
 
 
 class _OwnFrames:
@@ -368,6 +369,7 @@ def _patched(
     limit: int = _SIGNATURES,
     counters: Collection[str] = (),
     numbers: bool = True,
+    pieces: bool = False,
 ) -> Callable[..., Any]:
     """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
@@ -375,6 +377,7 @@ def _patched(
     def call(*args: Any, **kwargs: Any) -> Any:
         # Hooks that come and go after the capture are guarded on.
         with (
+            _recurrent_between_graphs() if pieces else contextlib.nullcontext(),
             dynamo_config.patch(
                 ignore_logging_functions=_said_once(),
                 skip_nnmodule_hook_guards=False,
@@ -384,6 +387,7 @@ def _patched(
                 use_numpy_random_stream=True,
                 recompile_limit=limit,
                 capture_scalar_outputs=numbers,
+                allow_rnn=pieces,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
             varying.patch(dynamic_sources=",".join(sorted(counters))),
@@ -392,6 +396,23 @@ def _patched(
 
     call.backend = backend  # type: ignore[attr-defined]
     return call
+
+
+@contextlib.contextmanager
+def _recurrent_between_graphs() -> Iterator[None]:
+    """Let Dynamo look into recurrent layers, up to the call that does the work.
+
+    Otherwise it gives up every frame that touches one. Traced, that call would become an operation
+    for each time step, and other random numbers.
+    """
+    calls = [getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+    for call in calls:
+        trace_rules._disallowed_callable_ids.add(id(call))
+    try:
+        yield
+    finally:
+        for call in calls:
+            trace_rules._disallowed_callable_ids.remove(id(call))
 
 
 class _Backend:

@@ -76,7 +76,24 @@ class Recurrent(nn.Module):
         return self.head(states).square().mean()
 
 
-MODELS = [Looping, Averaging, Recurrent]
+class Flat(nn.Module):
+    """Reads a number, and runs a recurrent layer, between operations of its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(8, 64)
+        self.inner = nn.GRU(64, 8, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.gelu(self.first(x)).sin().cos()
+        h = h / h.abs().max().item()
+        if h.mean().item() > 2:
+            h = h * 2
+        states, _ = self.inner(h.tanh().sin())
+        return self.last(states).tanh().sin().square().mean()
+
+
+MODELS = [Looping, Averaging, Recurrent, Flat]
 
 
 def train(model: nn.Module, steps: int, peaks: list[int] | None = None) -> list[Tensor]:
@@ -185,6 +202,15 @@ def test_says_what_is_not_optimised() -> None:
     assert "test_several.py" in text
     assert "blocks.1" in text
     assert any("Not optimised" in record.getMessage() for record in records)
+
+
+def test_graphs_go_on_behind_numbers_and_recurrent_layers() -> None:
+    model = autockpt.optimize(Flat(), None)
+    train(model, 7)
+    assert model.plan.origin["graphs"] == "3"
+    captures = model.autockpt._several.captures
+    train(model, 3)  # other numbers: nothing is captured anew
+    assert model.autockpt._several.captures == captures
 
 
 def test_restore_takes_every_part_off() -> None:
