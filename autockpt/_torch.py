@@ -1184,7 +1184,8 @@ class AllocationTracker(_Onlooker):
 class OperatorMode(_Onlooker):
     """While entered, hands every operator to a method that runs it: ``see(name, run, inputs)``.
 
-    The method's owner is held weakly.
+    Not views, which read nothing and of which no backward needs a value. The method's owner is
+    held weakly.
     """
 
     def __init__(self, see: Callable[[str, Callable[[], Any], list[torch.Tensor]], Any]) -> None:
@@ -1196,7 +1197,9 @@ class OperatorMode(_Onlooker):
             return func(*args, **(kwargs or {}))
 
         see = self.see()
-        return run() if see is None else see(str(func), run, _strided((args, kwargs)))
+        if see is None or func.is_view:
+            return run()
+        return see(str(func), run, _strided((args, kwargs)))
 
 
 def _strided(value: Any) -> list[torch.Tensor]:
