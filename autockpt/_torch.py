@@ -61,6 +61,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "SIGNATURES",
     "AllocationTracker",
     "AllocatorEvent",
     "FakeTensor",
@@ -123,7 +124,7 @@ __all__ = [
 ]
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
-_SIGNATURES = 64
+SIGNATURES = 64
 # The same for a frame that a graph broke in.
 _RESUMED = 3
 # A line of generated code: addmm_3_again_1 = torch.ops.aten.addmm.default(...)
@@ -366,7 +367,7 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 def _patched(
     compiled: Callable[..., Any],
     backend: _Backend,
-    limit: int = _SIGNATURES,
+    limit: int | None = None,
     counters: Collection[str] = (),
     numbers: bool = True,
     pieces: bool = False,
@@ -385,7 +386,7 @@ def _patched(
                 trace_autograd_ops=True,
                 # NumPy's draws are NumPy's: traced, they would be torch's.
                 use_numpy_random_stream=True,
-                recompile_limit=limit,
+                recompile_limit=limit or SIGNATURES,
                 capture_scalar_outputs=numbers,
                 allow_rnn=pieces,
                 allow_unspec_int_on_nn_module=bool(counters),
@@ -693,7 +694,7 @@ def user_error(error: BaseException) -> BaseException | None:
 def capture_failure(error: BaseException) -> str | None:
     """Return why Dynamo could not trace, with the user's line, or None for another error."""
     if isinstance(error, FailOnRecompileLimitHit):
-        return f"it has been captured for {_SIGNATURES} kinds of input, which is the limit"
+        return f"it has been captured for {SIGNATURES} kinds of input, which is the limit"
     if not isinstance(error, TorchDynamoException):
         return None
     text = str(error)
