@@ -23,6 +23,7 @@ ORDER = [
     "_torch",
     "pins",
     "tangents",
+    "copies",
     "device",
     "roofline",
     "weights",
