@@ -51,6 +51,7 @@ ORDER = [
     "choose",
     "module",
     "ahead",
+    "allocator",
     "measure",
     "per_module",
     "report",
