@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import logging
 import operator
 import re
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,8 +48,10 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -77,14 +81,17 @@ __all__ = [
     "compiled_nodes",
     "counters_of",
     "cuda_history",
+    "failed_run",
     "fake_mode_of",
     "forget_context",
     "getitem_index",
     "has_gradient_hooks",
+    "has_lazy_parameters",
     "in_backward",
     "is_fake",
     "is_operator",
     "is_operator_error",
+    "is_out_of_memory",
     "is_profiled",
     "is_random",
     "keep_missing_gradients",
@@ -107,15 +114,20 @@ __all__ = [
     "storage_key",
     "storage_uses",
     "tensor_leaves",
+    "unguarded",
     "user_error",
     "watched_step",
     "when_released",
+    "while_tracing",
 ]
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
 _SIGNATURES = 64
 # The same for a frame that a graph broke in.
 _RESUMED = 3
+# A line of generated code: addmm_3_again_1 = torch.ops.aten.addmm.default(...)
+_MADE = re.compile(r"\s*(\w+?)(?:_again_(\d+))?(?:\s*:[^=]*)?\s=\s")
+_GLOBAL_HOOKS = re.compile("_global_(forward|backward).*hooks$")
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
 
@@ -329,6 +341,12 @@ class _OwnFrames:
         )
 
 
+def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of constants that a trace calls as it meets it, and takes no part of."""
+    called: Callable[..., Any] = torch.compiler.assume_constant_result(function)
+    return called
+
+
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as one that no trace looks into."""
     hidden: Callable[..., Any] = torch._dynamo.disable(function)
@@ -350,6 +368,10 @@ def _patched(
             dynamo_config.patch(
                 ignore_logging_functions=_said_once(),
                 skip_nnmodule_hook_guards=False,
+                # A gradient taken inside the forward is part of the graph.
+                trace_autograd_ops=True,
+                # NumPy's draws are NumPy's: traced, they would be torch's.
+                use_numpy_random_stream=True,
                 recompile_limit=limit,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
@@ -665,6 +687,34 @@ def autograd_refusal(error: BaseException) -> RuntimeError | None:
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device's allocator could not serve a request."""
+    refused = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
+    return refused or isinstance(error, torch.OutOfMemoryError)
+
+
+def failed_run(error: BaseException, names: Collection[str]) -> tuple[str, int] | None:
+    """Return which run of an operation failed in generated code, or the last before it that is
+    known: its name, and how often it had run before. None where the error comes from elsewhere.
+    """
+    found: tuple[types.FrameType, int] | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):
+            found = frame, line
+    if found is None:
+        return None
+    frame, line = found
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    for text in reversed(lines[:line]):
+        made = _MADE.match(text)
+        if made is None:
+            continue
+        name, again = made.groups()
+        if name in names:
+            return name, int(again or 0)
+    return None
+
+
 def may_be_eagers(error: BaseException) -> bool:
     """Return whether a trace ended by something that may end a plain run as well.
 
@@ -697,10 +747,34 @@ def is_operator_error(error: BaseException) -> bool:
 
 
 def runs_elsewhere() -> bool:
-    """Return whether a call must run plainly: under the user's own mode, or under functorch."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or any(
-        not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    """Return whether a call must run plainly: under the user's own mode, under functorch, or where
+    gradients go forward.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
     )
+
+
+def unguarded(model: nn.Module) -> Callable[[], list[Any]]:
+    """Return a function for what a trace of the model takes for granted and does not guard on.
+
+    These are the forwards of its modules' classes and the hooks of all modules. The function is
+    called before each forward: it is cheap.
+    """
+    classes = list({type(module) for module in model.modules()})
+    hooks = [value for name, value in vars(modules).items() if _GLOBAL_HOOKS.match(name)]
+
+    def now() -> list[Any]:
+        return [*(cls.forward for cls in classes), *(h for one in hooks for h in one.values())]
+
+    return now
+
+
+def has_lazy_parameters(model: nn.Module) -> bool:
+    """Return whether some of the model's parameters get their shape at its first forward."""
+    return any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())
 
 
 def in_backward() -> bool:

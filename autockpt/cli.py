@@ -1,4 +1,5 @@
-"""The command line: ``autockpt plan`` makes a plan, ``autockpt inspect`` reads one.
+"""The command line: ``plan`` makes a plan; ``inspect``, ``explain`` and ``report`` read one;
+``sweep`` compares budgets, ``devices`` lists the GPUs that are known.
 
 It parses, calls and prints. Reports go to standard output; progress and errors to standard error.
 Exit codes: 0 success, 2 a request that cannot be met (one message, no traceback), 130 interrupted.
@@ -13,10 +14,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from autockpt import cache
+from autockpt.budget import parse_budget
+from autockpt.document import FORMATS, document
+from autockpt.explain import explain, explain_text
+from autockpt.frontier import draw_frontier, frontier, frontier_text
 from autockpt.picture import draw_timeline
 from autockpt.report import report_dict, report_text
 from autockpt_solvers.errors import AutockptError
@@ -127,6 +134,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     devices.set_defaults(run=_run_devices)
 
+    cached = commands.add_parser(
+        "cache",
+        help="list or clear what earlier runs left for later ones",
+        description="List or clear the measurements and schedules that earlier runs left for later "
+        "ones. AUTOCKPT_CACHE names another folder; AUTOCKPT_CACHE=0 turns the cache off.",
+    )
+    cached.add_argument("action", choices=("list", "clear"))
+    cached.set_defaults(run=_run_cache)
+
     inspect = commands.add_parser(
         "inspect", help="print the report of a saved plan", description="Report a saved plan."
     )
@@ -146,7 +162,84 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--json", action="store_true", help="print JSON instead of text")
     inspect.set_defaults(run=_run_inspect)
+    _add_explain(commands)
+    _add_sweep(commands)
+    _add_report(commands)
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="say why tensors are kept or recomputed",
+        description="Say why tensors of a saved plan are kept or recomputed, and what it would "
+        "cost to have each the other way.",
+    )
+    explain.add_argument("plan", type=Path, metavar="PLAN.json")
+    explain.add_argument(
+        "pattern", metavar="PATTERN", help="a module path as 'blocks.*.attn', or a tensor's name"
+    )
+    explain.add_argument(
+        "--tensors",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="how many tensors are shown, the largest first (default: %(default)s)",
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON, of all tensors")
+    explain.set_defaults(run=_run_explain)
+
+
+def _add_sweep(commands: Any) -> None:
+    sweep = commands.add_parser(
+        "sweep",
+        help="show what each of several budgets costs",
+        description="Show the extra time of a model's step at several budgets.",
+        epilog=_TARGET,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sweep.add_argument(
+        "target", metavar="PACKAGE.MODULE:FUNCTION", help="see below; or the file of a saved plan"
+    )
+    sweep.add_argument(
+        "--budgets", metavar="SIZE,...", type=_budgets, help="the budgets, as 2GB,3GB,1.5GiB"
+    )
+    sweep.add_argument(
+        "--points",
+        type=_points,
+        default=8,
+        metavar="N",
+        help="where --budgets is not given: how many, from the smallest that is possible to the "
+        "peak with nothing recomputed (default: %(default)s)",
+    )
+    sweep.add_argument(
+        "--time-limit",
+        default=60.0,
+        type=_positive,
+        metavar="SECONDS",
+        help="time for the solver, for all budgets together (default: %(default)s)",
+    )
+    sweep.add_argument("--device", metavar="GPU", help="model this GPU, as for `autockpt plan`")
+    sweep.add_argument("--plot", type=Path, metavar="OUT.png", help="draw it into this file")
+    sweep.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    sweep.set_defaults(run=_run_sweep)
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a saved plan as a document",
+        description="Write a saved plan as one Markdown or HTML file: figures, tensors by module, "
+        "the memory timeline, and every decision.",
+    )
+    report.add_argument("plan", type=Path, metavar="PLAN.json")
+    report.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="a .md or .html file"
+    )
+    report.add_argument(
+        "--no-picture", action="store_true", help="leave the picture out, which needs matplotlib"
+    )
+    report.set_defaults(run=_run_report)
 
 
 # -------------------------------------------------------------------- commands
@@ -154,9 +247,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_plan(arguments: argparse.Namespace) -> None:
     output: Path | None = arguments.output
-    if output is not None and not output.parent.is_dir():
-        # Found out now, not after minutes of planning.
-        raise _UsageError(f"cannot write {output}: there is no folder {output.parent}")
+    _check_folder(output)
     model, args, kwargs = _load(arguments.target)
     # Only here: reading a plan needs nothing of the capture.
     from autockpt.ahead import plan as make_plan
@@ -191,6 +282,23 @@ def _run_devices(arguments: argparse.Namespace) -> None:
         )
 
 
+def _run_cache(arguments: argparse.Namespace) -> None:
+    where = cache.folder()
+    if where is None:
+        print("the cache is turned off")
+    elif arguments.action == "clear":
+        print(f"deleted {cache.clear()} files in {where}")
+    else:
+        found = cache.entries()
+        total = format_bytes(sum(entry.size_bytes for entry in found))
+        print(f"{len(found)} entries, {total}, in {where}")
+        for entry in found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+            name, what = entry.about.get("name", ""), entry.about.get("what", "")
+            size = format_bytes(entry.size_bytes)
+            print(f"{when}  {entry.kind:<8} {size:>10}  {name}: {what}")
+
+
 def _run_inspect(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.plan)
     if arguments.plot is not None:
@@ -201,6 +309,60 @@ def _run_inspect(arguments: argparse.Namespace) -> None:
         print(json.dumps(report_dict(plan), indent=1))
     else:
         print(report_text(plan, tensors=arguments.tensors), end="")
+
+
+def _run_explain(arguments: argparse.Namespace) -> None:
+    found = explain(Plan.load(arguments.plan), arguments.pattern)
+    if arguments.json:
+        print(json.dumps([asdict(one) for one in found], indent=1))
+    else:
+        print(explain_text(found, tensors=arguments.tensors), end="")
+
+
+def _run_sweep(arguments: argparse.Namespace) -> None:
+    _check_folder(arguments.plot)
+    if arguments.target.endswith(".json"):
+        plan = Plan.load(arguments.target)
+    else:
+        model, args, kwargs = _load(arguments.target)
+        from autockpt.ahead import plan as make_plan
+
+        plan = make_plan(
+            model,
+            args,
+            None,
+            example_kwargs=kwargs,
+            device=arguments.device,
+            progress=_progress(),
+        )
+    points = frontier(
+        plan,
+        arguments.budgets or arguments.points,
+        time_limit_s=arguments.time_limit,
+        progress=_progress(),
+    )
+    if arguments.plot is not None:
+        draw_frontier(points, arguments.plot)
+    if arguments.json:
+        print(json.dumps([asdict(point) for point in points], indent=1))
+    else:
+        print(frontier_text(points), end="")
+
+
+def _run_report(arguments: argparse.Namespace) -> None:
+    output: Path = arguments.output
+    kind = output.suffix.removeprefix(".").lower()
+    if kind not in FORMATS:
+        raise _UsageError(f"{output} is neither a .md nor a .html file")
+    text = document(Plan.load(arguments.plan), kind, picture=not arguments.no_picture)
+    output.write_text(text, encoding="utf-8")
+    print(f"saved to {output}", file=sys.stderr)
+
+
+def _check_folder(output: Path | None) -> None:
+    """Find out now, not after minutes of planning."""
+    if output is not None and not output.parent.is_dir():
+        raise _UsageError(f"cannot write {output}: there is no folder {output.parent}")
 
 
 def _progress() -> Callable[[str], None]:
@@ -273,6 +435,26 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a time above 0 seconds")
+    return value
+
+
+def _budgets(text: str) -> list[int]:
+    sizes = []
+    for part in text.split(","):
+        try:
+            size = parse_budget(_budget(part), total_bytes=None)
+        except AutockptError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if size is None:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a size")
+        sizes.append(size)
+    return sizes
+
+
+def _points(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 2 on")
     return value
 
 

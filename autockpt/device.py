@@ -6,9 +6,11 @@ with events for time and the caching allocator's statistics for memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
+import platform
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -66,7 +68,7 @@ class Cpu:
         self._memory: bytearray | None = None
 
     def state(self) -> tuple[Any, ...]:
-        return ("cpu", torch.get_num_threads())
+        return ("cpu", _processor_name(), os.cpu_count(), torch.get_num_threads())
 
     def round_up(self, size_bytes: int) -> int:
         return size_bytes
@@ -186,6 +188,18 @@ def device_of(device: torch.device) -> Device:
             "Move the model with .to('cuda') or .to('cpu') first."
         )
     return _for(device.type, device.index or 0)
+
+
+@functools.cache
+def _processor_name() -> str:
+    """Return the model that Linux names for the first core; elsewhere the architecture."""
+    with contextlib.suppress(OSError):
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
 
 
 def _last_level_cache_bytes() -> int:

@@ -93,9 +93,9 @@ def weights_of(
     Raises:
         InputError: a weight is negative or not finite, or does not fit the batch.
     """
-    if weight is None:
-        return [float(size) for size in sizes]
-    if callable(weight) and not isinstance(weight, Tensor):
+    listed = isinstance(weight, Sequence) and not isinstance(weight, str)
+    of_each = weight is None or (callable(weight) and not isinstance(weight, Tensor))
+    if of_each or (len(parts) == 1 and not listed):
         return [weight_of(weight, part, size) for part, size in zip(parts, sizes, strict=True)]
     if isinstance(weight, Tensor) and weight.dim() > 0:
         samples = sum(sizes)
@@ -115,8 +115,6 @@ def weights_of(
                 "each, a tensor with one for each sample, or a function of a micro-batch."
             )
         return [_checked(w) for w in weight]
-    if len(parts) == 1:
-        return [_checked(weight)]
     raise InputError(
         f"weight={weight!r} does not say how much each of the {len(parts)} micro-batches counts. "
         "Give a tensor with one weight per sample or token, or a function of a micro-batch; "

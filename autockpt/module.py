@@ -31,6 +31,7 @@ from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
 from autockpt.losses import Weight
+from autockpt.out_of_memory import OutOfMemory
 from autockpt.planning import (
     Made,
     Options,
@@ -45,7 +46,7 @@ from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
 from autockpt.several import Several
 from autockpt.split import Batch, Split, cut, shares
-from autockpt.step import Stepper, check_accumulate
+from autockpt.step import AUTO, Stepper, check_accumulate
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import (
     AutockptError,
@@ -136,6 +137,8 @@ def optimize(
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
     accumulate = check_accumulate(accumulate)
+    if accumulate == AUTO and plan is not None:
+        raise InputError("accumulate='auto' makes the plan: with plan=, give a number.")
     options = options_of(
         budget,
         solver=solver,
@@ -212,6 +215,9 @@ class Handle:
         self._warned = False
         self._counters: frozenset[str] = frozenset()
         self._counts = True
+        self._begun, self._captures = False, 0
+        self._unguarded: Callable[[], list[Any]] = list
+        self._taken_for_granted: list[Any] = []
         self._memory: Memory | None = None
 
     # -------------------------------------------------------------- on and off the model
@@ -227,6 +233,7 @@ class Handle:
 
     def detach(self) -> None:
         """Take this handle off the model."""
+        self._stepper.reset()
         for graph in self._graphs:
             graph.stop_watching()
         if self._several is not None:
@@ -292,10 +299,13 @@ class Handle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward: under its plan where it trains, plainly elsewhere."""
         model = self.model
-        plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
-        if plain or _torch.runs_elsewhere():
+        plain = not (model.training and torch.is_grad_enabled())
+        if not plain and torch.compiler.is_compiling():
+            plain = _traced_by_others(type(model).__name__)
+        if plain or _torch.runs_elsewhere() or self._awaits_shapes():
             return model._call_impl(*args, **kwargs)
         _torch.leave_what_is_left_behind()
+        self._trace_anew_where_code_has_changed()
         if self._several is not None:
             return self._run_several(args, kwargs)
         for graph in self._graphs:
@@ -306,6 +316,8 @@ class Handle:
             self._inputs = (args, kwargs)
             self._revise()
             output = self._traced(args, kwargs)
+        except OutOfMemory:
+            raise  # of the step, not of its planning
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
@@ -318,6 +330,7 @@ class Handle:
             self._inputs = None
         # Outside the handler: what fails from here on has nothing to do with that error.
         if failure and not begun:
+            self._accumulates = False  # gradients of several graphs are autograd's to add
             self._several = Several(model, self.options, device_of(placement(model)), self._around)
             self._several.begin(failure)
             return self._run_several(args, kwargs)
@@ -336,6 +349,22 @@ class Handle:
             graph.read = []
         return output
 
+    def _awaits_shapes(self) -> bool:
+        """Whether this forward is the one in which parameters get their shapes."""
+        return not self._begun and _torch.has_lazy_parameters(self.model)
+
+    def _trace_anew_where_code_has_changed(self) -> None:
+        if self._begun and self._unguarded() != self._taken_for_granted:
+            self._renew()
+            self._graphs = []
+            if self._several is not None:
+                self._several.forget()
+        captures = len(self._graphs) + (self._several.captures if self._several else 0)
+        if not self._begun or captures != self._captures:  # the model may have new modules
+            self._unguarded = _torch.unguarded(self.model)
+        self._begun, self._captures = True, captures
+        self._taken_for_granted = self._unguarded()
+
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the compiled forward, and compile it first where that is to be done.
 
@@ -350,6 +379,8 @@ class Handle:
         self._started = time.perf_counter()
         try:
             output = traced(self.model, self._compiled, args, kwargs)
+        except OutOfMemory:
+            raise
         except AutockptError:
             if not self._counters:
                 raise
@@ -396,42 +427,34 @@ class Handle:
                 raise
             _LOG.info("planned when the first step has run: %s", error)
 
-    def plan_now(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        options: Options | None = None,
-        *,
-        record: bool = True,
-    ) -> Plan:
-        """Plan a training forward with these inputs, without running the model.
-
-        Args:
-            args: the forward's positional arguments.
-            kwargs: the forward's keyword arguments.
-            options: what is asked for; None: what the user asked for.
-            record: whether the plan is the one to use when the forward runs.
-        """
-        self._inputs = (args, kwargs)
-        self._started = time.perf_counter()
-        asked, self.options = self.options, options or self.options
+    def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Plan a training forward with these inputs, without running the model."""
 
         def use(joint: _torch.JointGraph) -> Plan:
             key = graph_key(joint)
             captured, known, made = self._planned(joint, key)
-            if record:
-                self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
+            self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
             return made.plan
 
+        with self._asked(self.options, args, kwargs):
+            found: Plan = capture(self.model, args, kwargs, use)
+        self.plan = found = self._explained(found)
+        return found
+
+    @contextlib.contextmanager
+    def _asked(
+        self, options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Plan for these options and these inputs of a training forward in this context."""
+        self._inputs = (args, kwargs)
+        self._started = time.perf_counter()
+        asked, self.options = self.options, options
         try:
             with training(self.model):
-                found: Plan = capture(self.model, args, kwargs, use)
+                yield
         finally:
             self._inputs = None
             self.options = asked
-        if record:
-            self.plan = found = self._explained(found)
-        return found
 
     # -------------------------------------------------------------- steps
 
@@ -513,7 +536,10 @@ class Handle:
         return self._stepper.flush()
 
     def reset(self) -> None:
-        """Drop the open window: gradients are again what they were before its first micro-step."""
+        """Drop the open window: gradients are again what they were before its first micro-step.
+
+        Where the optimizer's own step has failed they are None: it had been given their sum.
+        """
         self._stepper.reset()
 
     @property
@@ -525,7 +551,7 @@ class Handle:
     @contextlib.contextmanager
     def _micro_batch(self, accumulates: bool, beside: Any) -> Iterator[None]:
         """Run a micro-batch of a step in this context."""
-        self._accumulates, self._beside = accumulates, beside
+        self._accumulates, self._beside = accumulates and self._several is None, beside
         try:
             yield
         finally:
@@ -551,29 +577,51 @@ class Handle:
         return self._choice.sizes
 
     def _chosen(self, batch: Batch, split: Split, samples: int) -> Choice:
-        def planned(options: Options, record: bool) -> Callable[[int, int], Plan]:
-            def plan(size: int, parts: int) -> Plan:
-                sizes = shares(samples, parts)
-                part = next(cut(self.model.forward, batch, split, sizes))
-                with self._micro_batch(self._stepper.fuses(parts), batch.target):
-                    return self.plan_now(part.args, part.kwargs, options, record=record)
+        captured: dict[int, tuple[str, Capture]] = {}  # by the number of micro-batches
+        known: dict[int, Known] = {}
 
-            return plan
+        def planned(parts: int, options: Options) -> Plan:
+            part = next(cut(self.model.forward, batch, split, shares(samples, parts)))
+            with (
+                self._micro_batch(self._stepper.fuses(parts), batch.target),
+                self._asked(options, part.args, part.kwargs),
+            ):
+                if parts not in captured:
+                    captured[parts] = capture(self.model, part.args, part.kwargs, _read)
+                found = captured[parts][1]
+                known[parts], made = self._guessed(found)
+                known[parts] = replace(known[parts], absent=found.absent, plan=made.plan)
+                return made.plan
+
+        def unlimited(size: int, parts: int) -> Plan:
+            return planned(parts, no_limit(self.options))
+
+        def limited(size: int, parts: int, seconds: float) -> Plan:
+            return planned(parts, replace(self.options, time_limit_s=seconds))
 
         device = self._device()
         gradients = distinct_bytes([p for p in self.model.parameters() if p.requires_grad], device)
         try:
-            return choose(
+            choice = choose(
                 samples,
-                planned(no_limit(self.options), False),
-                planned(self.options, True),
+                unlimited,
+                limited,
                 budget_of(self.options, device),
                 add_time_s(gradients, device),
+                self.options.time_limit_s,
             )
-        except AutockptError:
+        except AutockptError as error:
             if not self._graphs:
                 self.detach()
+            if isinstance(error, CaptureError):
+                raise CaptureError(
+                    "accumulate='auto' compares plans before a step has run, which needs a model "
+                    f"that is captured as one graph. Give a number of micro-batches. {error}"
+                ) from error
             raise
+        parts = len(choice.sizes)
+        self._known[captured[parts][0]] = replace(known[parts], plan=choice.plan)
+        return choice
 
     # -------------------------------------------------------------- planning
 
@@ -797,6 +845,21 @@ class Handle:
 
 
 # ------------------------------------------------------------------ small questions to a model
+
+
+def _read(joint: _torch.JointGraph) -> tuple[str, Capture]:
+    return graph_key(joint), read_joint(joint)
+
+
+@_torch.while_tracing
+def _traced_by_others(name: str) -> bool:
+    """Say that a model runs as part of what somebody else compiles. Returns True."""
+    _LOG.warning(
+        "%s is traced by torch.compile, or within another optimised model: it runs without a plan "
+        "of its own. Optimise the outermost module, and do not compile around it.",
+        name,
+    )
+    return True
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from autockpt_solvers.errors import AutockptError
 from autockpt_solvers.plan import Plan
@@ -14,8 +14,9 @@ from autockpt_solvers.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["draw_timeline"]
+__all__ = ["draw_timeline", "new_figure", "save_figure"]
 
 _BASELINE, _PLAN, _RECOMPUTE, _LIMIT, _MEASURED = (
     "#8a8f98",
@@ -26,26 +27,21 @@ _BASELINE, _PLAN, _RECOMPUTE, _LIMIT, _MEASURED = (
 )
 
 
-def draw_timeline(plan: Plan, path: str | os.PathLike[str], measured: int | None = None) -> None:
+def draw_timeline(
+    plan: Plan, path: str | os.PathLike[str] | BinaryIO, measured: int | None = None
+) -> None:
     """Write a picture of the plan's memory timeline; the suffix of ``path`` says its format.
 
     Args:
         plan: the plan to draw.
-        path: where to write it, ``timeline.png`` or ``timeline.svg``.
+        path: where to write it, ``timeline.png`` or ``timeline.svg``; PNG into an open file.
         measured: the measured peak of a step, in bytes, marked where the plan peaks.
 
     Raises:
         AutockptError: where matplotlib is not installed or does not know the format.
         OSError: where the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise AutockptError(
-            "drawing needs matplotlib: install it with `pip install 'autockpt[plot]'`."
-        ) from error
-    # A Figure of its own needs no display and leaves pyplot's state alone.
-    figure = Figure(figsize=(10, 5.6), dpi=150, layout="constrained")
+    figure = new_figure()
     axes = figure.subplots()
     # The unit the plan's peak reads in; "bytes" itself leaves the scale at 1.
     unit = format_bytes(plan.peak_bytes).split()[-1]
@@ -75,10 +71,36 @@ def draw_timeline(plan: Plan, path: str | os.PathLike[str], measured: int | None
     axes.grid(axis="y", color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    save_figure(figure, path)
+
+
+def new_figure() -> Figure:
+    """Return an empty figure, which needs no display and leaves pyplot's state alone.
+
+    Raises:
+        AutockptError: where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise AutockptError(
+            "drawing needs matplotlib: install it with `pip install 'autockpt[plot]'`."
+        ) from error
+    return Figure(figsize=(10, 5.6), dpi=150, layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> None:
+    """Write a figure in the format that the suffix of ``path`` says, PNG into an open file.
+
+    Raises:
+        AutockptError: where matplotlib does not know the format.
+        OSError: where the file cannot be written.
+    """
     try:
         figure.savefig(path)
     except ValueError as error:
-        raise AutockptError(f"cannot draw {os.fspath(path)}: {error}") from error
+        named = os.fspath(path) if isinstance(path, (str, os.PathLike)) else "the picture"
+        raise AutockptError(f"cannot draw {named}: {error}") from error
 
 
 def _draw_steps(axes: Axes, plan: Plan, per_s: float, scale: int) -> None:

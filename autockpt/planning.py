@@ -23,6 +23,7 @@ from autockpt.pins import Pins
 from autockpt.profile import profile
 from autockpt.replay import state_bytes
 from autockpt.roofline import Modelled
+from autockpt.solved_before import Question, recall, remember
 from autockpt_solvers.errors import InfeasibleBudget, InputError, PinError, SolverError
 from autockpt_solvers.methods import METHODS
 from autockpt_solvers.minimum import minimum
@@ -176,18 +177,30 @@ def solved(
     origin: Mapping[str, str],
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Return the best plan found for a problem.
+    """Return the best plan found for a problem, by this run or an earlier one.
 
     Raises:
         InfeasibleBudget: no schedule fits.
     """
-    solution = solve(
+    asked = Question(
         problem,
         budget_bytes,
         method=options.solver,
         time_limit_s=options.time_limit_s,
-        progress=progress,
+        release=origin["autockpt"],
     )
+    solution = recall(asked)
+    if solution is not None:
+        origin = {**origin, "plan": "cached"}
+    else:
+        solution = solve(
+            problem,
+            budget_bytes,
+            method=options.solver,
+            time_limit_s=options.time_limit_s,
+            progress=progress,
+        )
+        remember(asked, solution)
     if progress is not None:
         progress(f"solved in {solution.solve_time_s:.1f} s with {solution.method}")
     return Plan(

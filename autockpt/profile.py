@@ -16,6 +16,7 @@ touched whose last use in the step lies less than a cache size of traffic back.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autockpt import _torch
+from autockpt import _torch, cache
 from autockpt.capture import Capture
 from autockpt.device import Device
 from autockpt.roofline import Modelled
@@ -69,7 +70,8 @@ class Profile:
     distinct: int
 
 
-# Figures of this process, by device state and signature: a plan made again measures nothing again.
+# Figures by device state and signature: a plan made again measures nothing again, nor does one of a
+# later run, which finds them in the cache.
 _known: dict[tuple[Any, ...], Measured] = {}
 
 
@@ -83,12 +85,16 @@ def profile(
     if isinstance(device, Modelled):
         return _modelled(capture, device)
     warm = _warm_inputs(capture, device.cache_bytes)
+    state = device.state()
     keys = [
-        (device.state(), _signature(node), warm_flags)
+        (state, _signature(node), warm_flags)
         for node, warm_flags in zip(capture.operations, warm, strict=True)
     ]
     distinct = OrderedDict.fromkeys(keys)
     missing = [key for key in distinct if key not in _known]
+    if missing:
+        _known.update(_recalled(state, missing))
+        missing = [key for key in missing if key not in _known]
     example = {key: index for index, key in reversed(list(enumerate(keys)))}
     with _torch.outside_tracing():
         for count, key in enumerate(missing):
@@ -98,6 +104,8 @@ def profile(
             _known[key] = _measure(capture.operations[index], key[2], device, repeats)
             if progress is not None and (count + 1) % 10 == 0:
                 progress(f"measured {count + 1} of {len(missing)} distinct operations")
+    if missing:
+        _remember(state, missing)
     return Profile(tuple(_known[key] for key in keys), device.name, len(distinct))
 
 
@@ -126,6 +134,48 @@ def unmeasured(capture: Capture) -> Profile:
         "",
         0,
     )
+
+
+# ------------------------------------------------------------------ earlier runs
+
+
+def _place(state: tuple[Any, ...]) -> str:
+    """Return the name of the cache's entry for measurements on a device in a state."""
+    return cache.digest([*state, torch.__version__, torch.version.cuda])
+
+
+def _stored(state: tuple[Any, ...]) -> dict[str, Any]:
+    stored = cache.read("costs", _place(state))
+    return stored if isinstance(stored, dict) else {}
+
+
+def _recalled(
+    state: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]
+) -> dict[tuple[Any, ...], Measured]:
+    """Return the figures that earlier runs measured."""
+    stored = _stored(state)
+    found = {}
+    for key in keys:
+        figures: Any = stored.get(cache.digest(repr(key)))
+        with contextlib.suppress(TypeError, ValueError):
+            cost_ns, workspace_bytes, output_bytes, alone = figures
+            numbers = (cost_ns, workspace_bytes, *output_bytes)
+            if all(isinstance(n, int) and n >= 0 for n in numbers):
+                found[key] = Measured(cost_ns, workspace_bytes, tuple(output_bytes), bool(alone))
+    return found
+
+
+def _remember(state: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> None:
+    """Keep new figures for later runs, beside those that are there."""
+    stored = _stored(state)
+    for key in keys:
+        text = repr(key)
+        if " at 0x" not in text:  # an address is another one in the next run
+            known = _known[key]
+            figures = (known.cost_ns, known.workspace_bytes, known.output_bytes, known.alone)
+            stored[cache.digest(text)] = figures
+    about = {"name": str(state[0]), "what": f"{len(stored)} operations, torch {torch.__version__}"}
+    cache.write("costs", _place(state), stored, about)
 
 
 # ------------------------------------------------------------------ one operation

@@ -13,7 +13,7 @@ from autockpt_solvers.plan import Plan
 from autockpt_solvers.schedule import Compute
 from autockpt_solvers.units import format_bytes, format_seconds
 
-__all__ = ["report_dict", "report_text"]
+__all__ = ["percent", "proved_percent", "report_dict", "report_text"]
 
 
 def report_text(plan: Plan, *, tensors: int = 8) -> str:
@@ -79,7 +79,7 @@ def _memory(plan: Plan) -> list[str]:
     share = ""
     if plan.budget_bytes is not None:
         rows = [_bytes_row("budget", plan.budget_bytes, "")]
-        share = f"{_percent(plan.peak_bytes / plan.budget_bytes)} of the budget, "
+        share = f"{percent(plan.peak_bytes / plan.budget_bytes)} of the budget, "
     rows += [
         _bytes_row("predicted peak", plan.peak_bytes, f"{share}while {_runs(plan)}"),
         _bytes_row("baseline peak", plan.baseline_peak_bytes, "with nothing recomputed"),
@@ -113,22 +113,18 @@ def _time(plan: Plan) -> list[str]:
     rows = [
         ("predicted step", format_seconds(plan.step_time_s), "time of its operations"),
         ("baseline step", format_seconds(plan.baseline_time_s), "with nothing recomputed"),
-        ("overhead", _percent(plan.overhead), note),
+        ("overhead", percent(plan.overhead), note),
         ("gap", *_gap(plan)),
     ]
     return _section("Time", rows)
 
 
 def _gap(plan: Plan) -> tuple[str, str]:
-    # Rounded up: the text must not claim more than is proved.
-    percent = math.ceil(plan.gap * 1e4 - 1e-6) / 1e2
+    gap = proved_percent(plan.gap)
     within = "this step" if plan.budget_bytes is None else "this step within the budget"
-    if percent <= 0:
+    if gap == "0.00 %":
         return "0 %", f"proved: no schedule of {within} is faster"
-    return (
-        f"{percent:.2f} %",
-        f"proved: no schedule of {within} saves more than {percent:.2f} % of a step",
-    )
+    return gap, f"proved: no schedule of {within} saves more than {gap} of a step"
 
 
 def _planning(plan: Plan) -> list[str]:
@@ -226,5 +222,11 @@ def _size(size_bytes: int) -> str:
     return format_bytes(size_bytes) if size_bytes else "-"
 
 
-def _percent(part: float) -> str:
+def percent(part: float) -> str:
+    """Return a part as percent."""
     return f"{part * 100:.2f} %"
+
+
+def proved_percent(gap: float) -> str:
+    """Return a gap as percent, rounded up: a text must not claim more than is proved."""
+    return f"{max(0.0, math.ceil(gap * 1e4 - 1e-6) / 1e2):.2f} %"

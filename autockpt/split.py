@@ -2,7 +2,8 @@
 
 The rule: the first tensor among the arguments that has a dimension ``batch_dim`` says how large
 the batch is, and every tensor of that size along that dimension is cut; everything else goes to
-each micro-batch as it is. ``split=`` says otherwise for single arguments.
+each micro-batch as it is. ``split=`` says otherwise for single arguments. What looks like samples
+in another form (a list with one item for each) is refused rather than guessed at.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from autockpt_solvers.errors import InputError
 
@@ -145,10 +147,11 @@ def _read(
         if along is _RULE:
             cut_any |= samples in found
             _refuse_unknown(name, value, split.batch_dim, samples)
-            if name == "target" and samples not in found and found:
+            if name == "target" and samples not in found and _dims(value):
                 raise InputError(
-                    f"the target has {found[0]} entries along dimension {split.batch_dim}, the "
-                    f"batch has {samples}. Give it one per sample, or say how it is cut: "
+                    f"the target has {found[0] if found else 'no'} entries along dimension "
+                    f"{split.batch_dim}, the batch has {samples}. Give it one per sample, or say "
+                    "how it is cut: split={'target': 0} along dimension 0, "
                     "split={'target': None} passes it on whole."
                 )
         elif along is not None:
@@ -166,7 +169,8 @@ def _read(
 
 _NOTHING = (
     "no argument is a tensor with a dimension {}, so the batch cannot be split. Pass tensors, or "
-    "say what is batched: batch_dim= for all, split={{'name': dimension}} for single arguments."
+    "say what is batched: batch_dim= for all, split={{'name': dimension}} for single arguments; "
+    "micro_step may be given the batch's weight= instead."
 )
 
 
@@ -227,6 +231,13 @@ def _sizes(value: Any, along: _Along) -> Iterator[int]:
             yield from _sizes(item, along)
 
 
+def _dims(value: Any) -> int:
+    """The most dimensions of a tensor in a value."""
+    if isinstance(value, Tensor):
+        return value.dim()
+    return max(map(_dims, _items(value)), default=0)
+
+
 def _items(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
@@ -275,8 +286,28 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return made
 
 
+def _refuse_samples(name: str, value: list[Any], dim: int, samples: int) -> None:
+    """Raise where a list seems to have an item for each sample."""
+    own = {size for item in value if isinstance(item, Tensor) for size in _sizes(item, dim)}
+    ragged = samples in own and len(own) > 1
+    cut = any(samples in _sizes(item, dim) for item in value)
+    if ragged or (len(value) == samples and not cut and any(_dims(item) for item in value)):
+        raise InputError(
+            f"{name} has a list of {len(value)} items, which may be one for each sample. Say "
+            f"split={{{name!r}: 'items'}} to cut the list, split={{{name!r}: {dim}}} to cut the "
+            "tensors in it, or None in their place to give it whole to every micro-batch."
+        )
+
+
 def _refuse_unknown(name: str, value: Any, dim: int, samples: int) -> None:
-    """Raise where an object that is not looked into seems to hold a part of the batch."""
+    """Raise where a value seems to hold a part of the batch that the rule would not cut right."""
+    if isinstance(value, PackedSequence):
+        raise InputError(
+            f"{name} is a PackedSequence, which cannot be cut. Pass the padded tensor and pack it "
+            "in the model, or take the micro-batches one by one with micro_step(weight=...)."
+        )
+    if isinstance(value, list):
+        _refuse_samples(name, value, dim, samples)
     if isinstance(value, Tensor) or _items(value):
         for item in () if isinstance(value, Tensor) else _items(value):
             _refuse_unknown(name, item, dim, samples)

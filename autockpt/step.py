@@ -53,6 +53,7 @@ class _Window:
 
     Attributes:
         parts: how many it takes.
+        parameters: the tensors whose gradients are the window's.
         ranks: what the model is called through.
         scaler: scales the loss; None for no scaling.
         max_grad_norm: bound on the norm of the window's gradient; None for none.
@@ -67,6 +68,7 @@ class _Window:
     """
 
     parts: int
+    parameters: list[Tensor]
     ranks: Ranks
     scaler: Any = None
     max_grad_norm: float | None = None
@@ -172,9 +174,12 @@ class Stepper:
                 "number of micro-steps in a window: accumulate=4, for instance."
             )
         batch = self._batch(args, kwargs, target)
+        how = Split(batch_dim, split)
         samples = 1
-        if weight is None:
-            samples = batch_size(self.model.forward, batch, Split(batch_dim, split))
+        if weight is None and self.accumulate == 1:
+            samples = self._size_of_whole(batch, how)
+        elif weight is None:
+            samples = batch_size(self.model.forward, batch, how)
         own = weight_of(weight, batch, samples)
         first = self.window is None
         window = self.window or self._opened(self.accumulate, scaler, max_grad_norm, through)
@@ -197,8 +202,8 @@ class Stepper:
 
     def flush(self) -> Tensor | None:
         """Finish a window early; see :meth:`autockpt.module.Handle.flush`."""
-        self._check({})
         window = self.window
+        self._check_whole(window)
         if window is None:
             if self._last_ranks is None or not self._last_ranks.several:
                 return None
@@ -211,7 +216,7 @@ class Stepper:
         """Drop the open window: the gradients are again what they were before it."""
         window, self.window = self.window, None
         if window is not None:
-            for parameter in self._parameters():
+            for parameter in window.parameters:
                 parameter.grad = None
             for parameter, gradient in window.before:
                 parameter.grad = gradient
@@ -240,7 +245,7 @@ class Stepper:
             return torch.zeros((), device=placement(self.model))
         with (
             context,
-            self.running(self.fuses(window.parts, window.ranks.call), (beside, window.before)),
+            self.running(self._fuses(window), (beside, window.before)),
         ):
             loss = self._loss(window, batch)
             # At least single precision, and memory of its own: a loss may hold on to more.
@@ -260,7 +265,7 @@ class Stepper:
             window.loss = number
         else:
             share = weight / window.weight
-            window.loss = window.loss + (number - window.loss) * share
+            window.loss = window.loss * (1 - share) + number * share
         return number
 
     def _loss(self, window: _Window, batch: Batch) -> Tensor:
@@ -288,7 +293,7 @@ class Stepper:
         factor = window.divisor / divisor
         if window.divisor and factor != 1.0:
             with torch.no_grad():
-                for parameter in self._parameters():
+                for parameter in window.parameters:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
         window.divisor = divisor
@@ -309,8 +314,8 @@ class Stepper:
             through = known.call if known is not None and known.several else wrapper_of(self.model)
         ranks = Ranks(self.model, through)
         self._last_ranks = ranks
-        window = _Window(parts, ranks, scaler, max_grad_norm)
-        for parameter in self._parameters():
+        window = _Window(parts, self._parameters(), ranks, scaler, max_grad_norm)
+        for parameter in window.parameters:
             if parameter.grad is not None:
                 window.before.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -328,7 +333,7 @@ class Stepper:
             return torch.zeros((), device=placement(self.model))
         self._rescale(window, window.final)
         if not window.synced:
-            window.ranks.average(self._parameters())
+            window.ranks.average(window.parameters)
         self._give_back(window)
         optimizer = self._optimizer()
         if window.scaler is not None:
@@ -355,7 +360,7 @@ class Stepper:
 
     def _clip(self, window: _Window) -> None:
         if window.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters(), window.max_grad_norm)
+            nn.utils.clip_grad_norm_(window.parameters, window.max_grad_norm)
 
     # -------------------------------------------------------------- what is asked for
 
@@ -367,13 +372,20 @@ class Stepper:
         """
         forward = self.model.forward
         if self.accumulate == 1:
-            return [batch], (1,)
+            return [batch], (self._size_of_whole(batch, how),)
         samples = batch_size(forward, batch, how)
         if isinstance(self.accumulate, int):
             sizes: Sequence[int] = shares(samples, self.accumulate)
         else:
             sizes = self.choose(batch, how, samples)
         return list(cut(forward, batch, how, sizes)), sizes
+
+    def _size_of_whole(self, batch: Batch, how: Split) -> int:
+        """The size of a batch that is not cut: what other ranks weigh it by, so that any does."""
+        try:
+            return batch_size(self.model.forward, batch, how)
+        except InputError:
+            return 1
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
         if target is None or self.loss_fn is not None:
@@ -385,15 +397,13 @@ class Stepper:
             "there is no loss_fn to compare it with. Pass loss_fn= to autockpt.optimize."
         )
 
-    def fuses(self, parts: int, through: Any = None) -> bool:
-        """Return whether a backward graph may add to gradients past autograd's accumulation.
+    def fuses(self, parts: int) -> bool:
+        """Return whether backward graphs may add to gradients, where the model itself is called."""
+        return parts > 1 and not any(map(_torch.has_gradient_hooks, self._parameters()))
 
-        Args:
-            parts: number of micro-batches of the window.
-            through: what the model is called through; None for the model itself.
-        """
-        plain = through is None or through is self.model
-        return parts > 1 and plain and not any(map(_torch.has_gradient_hooks, self._parameters()))
+    def _fuses(self, window: _Window) -> bool:
+        plain = window.parts > 1 and window.ranks.call is self.model
+        return plain and not any(map(_torch.has_gradient_hooks, window.parameters))
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         optimizer = self._optimizer()
@@ -407,7 +417,10 @@ class Stepper:
             )
         if not torch.is_grad_enabled():
             raise StepError("gradients are switched off here: step outside torch.no_grad().")
-        if self.window is not None and self.window.broken:
+        self._check_whole(self.window)
+
+    def _check_whole(self, window: _Window | None) -> None:
+        if window is not None and window.broken:
             raise StepError(
                 "the open window failed in its backward or in its optimizer step, and cannot be "
                 "continued. Drop it with model.autockpt.reset()."

@@ -13,6 +13,8 @@ import pytest
 # Two workers of two threads each would wait for one another on two cores. Set before torch loads;
 # the processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What the user has cached is neither read nor changed.
+os.environ["AUTOCKPT_CACHE"] = "0"
 
 
 # Copies of bug reports, run by test_cases: no tests by themselves.

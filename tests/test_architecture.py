@@ -19,8 +19,10 @@ SOLVER_HALF = ROOT / "solvers" / "autockpt_solvers"
 # Each file of the PyTorch half may import those before it. A new file takes its place here.
 ORDER = [
     "budget",
+    "cache",
     "_torch",
     "pins",
+    "out_of_memory",
     "tangents",
     "device",
     "roofline",
@@ -36,6 +38,7 @@ ORDER = [
     "unforeseen",
     "resident",
     "given",
+    "solved_before",
     "planning",
     "backwards",
     "graphs",
@@ -56,6 +59,9 @@ ORDER = [
     "per_module",
     "report",
     "picture",
+    "explain",
+    "frontier",
+    "document",
     "cli",
     "__main__",
 ]
@@ -68,6 +74,7 @@ PUBLIC = [
     "DoubleBackward",
     "InfeasibleBudget",
     "InputError",
+    "OutOfMemory",
     "PinError",
     "Plan",
     "PlanFormatError",

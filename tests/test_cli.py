@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +244,90 @@ def test_inspect_of_no_plan_is_one_message(
         assert captured.err.startswith("autockpt: error: ")
         assert str(path) in captured.err
         assert captured.err.count("\n") == 1
+
+
+# -------------------------------------------------------------------- explain
+
+
+def test_explain_says_why_and_what_the_other_way_costs(
+    saved: Path, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
+) -> None:
+    assert main(["explain", str(saved), "*", "--tensors", "7"]) == 0
+    golden("explain.txt", capsys.readouterr().out)
+    assert main(["explain", str(saved), "blocks.0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["decision"]["name"] for one in found} == {"linear", "dropout"}
+    # With dropout's result kept nothing runs again.
+    (dropout,) = [one for one in found if one["decision"]["name"] == "dropout"]
+    assert dropout["switched"]["time_ns"] == -round(small_plan().extra_time_s * 1e9)
+
+
+def test_explain_of_what_is_not_there(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(saved), "blocks.7"]) == 2
+    assert "'blocks.7' matches no module" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------- sweep
+
+
+def test_sweep_of_a_saved_plan(
+    saved: Path, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
+) -> None:
+    assert main(["sweep", str(saved), "--points", "4"]) == 0
+    golden("sweep.txt", capsys.readouterr().out)
+    assert main(["sweep", str(saved), "--budgets", "131MiB,110MiB", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)
+    assert [point["budget_bytes"] for point in points] == [131 << 20, 110 << 20]
+    assert all(point["peak_bytes"] <= point["budget_bytes"] for point in points)
+    assert points[0]["overhead"] == 0 < points[1]["overhead"]
+
+
+@pytest.mark.usefixtures("module")
+def test_sweep_of_a_model_plans_without_a_budget_and_draws(calls: Calls, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "frontier.png"
+    command = ["sweep", "user_model:both", "--points", "2", "--device", "a gpu"]
+    assert main([*command, "--plot", str(picture)]) == 0
+    (call,) = calls
+    assert (call["budget"], call["inputs"], call["device"]) == (None, (1,), "a gpu")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*command, "--plot", str(tmp_path / "none" / "x.png")]) == 2
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("wrong", [["--budgets", "2XB"], ["--budgets", "none"], ["--points", "1"]])
+def test_sweep_refuses_budgets_that_are_none(saved: Path, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", str(saved), *wrong])
+
+
+# -------------------------------------------------------------------- report
+
+
+def test_report_writes_markdown(
+    saved: Path, tmp_path: Path, golden: Callable[[str, str], None]
+) -> None:
+    output = tmp_path / "report.md"
+    assert main(["report", str(saved), "-o", str(output), "--no-picture"]) == 0
+    golden("report.md", output.read_text(encoding="utf-8"))
+
+
+def test_report_writes_one_html_file(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "report.html"
+    assert main(["report", str(saved), "-o", str(output)]) == 0
+    text = output.read_text(encoding="utf-8")
+    assert 'src="data:image/png;base64,' in text
+    assert all(f"<td>{decision.name}</td>" in text for decision in small_plan().decisions)
+    # The pin's quotes, escaped.
+    assert "pinned by keep=&#x27;blocks.1.*&#x27;" in text
+
+
+def test_report_of_another_kind_is_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(saved), "-o", str(tmp_path / "report.pdf")]) == 2
+    assert "neither a .md nor a .html" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------- as a process

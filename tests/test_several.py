@@ -123,6 +123,35 @@ def test_gradients_peak_and_prediction(build: type[nn.Module]) -> None:
         assert all(abs(peak - model.plan.peak_bytes) <= 0.01 * peak for peak in peaks)
 
 
+def test_a_step_over_micro_batches() -> None:
+    torch.manual_seed(0)
+    plain = Branching().double()
+    model = copy.deepcopy(plain)
+    x = torch.randn(12, 16, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    autockpt.optimize(
+        model, None, optimizer=optimizers[1], loss_fn=lambda h: h.square().mean(), accumulate=3
+    )
+    found: list[Tensor] = []
+    hook = optimizers[1].register_step_pre_hook(
+        lambda *_: found.extend(p.grad.clone() for p in model.parameters())
+    )
+    for _ in range(4):
+        plain(x).square().mean().backward()
+        model.step(x)
+        for mine, parameter in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-10, atol=1e-14)
+        found.clear()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+    hook.remove()
+    # The plan is for a micro-batch that finds gradients of the ones before.
+    peak = whole_step_peak(model, lambda: model.step(x), (x,))
+    assert abs(peak - model.plan.peak_bytes) <= 0.01 * peak
+
+
 def test_below_the_minimum_says_what_is_enough() -> None:
     torch.manual_seed(0)
     plain = Averaging()
@@ -172,7 +201,8 @@ def test_nothing_keeps_a_model_that_is_let_go_of(build: type[nn.Module]) -> None
     train(model, 9)
     gone = weakref.ref(model)
     del model
-    gc.collect()
+    gc.collect()  # takes the compiled code, which
+    gc.collect()  # had a hold on what is taken here
     assert gone() is None
 
 

@@ -144,6 +144,34 @@ def test_what_cannot_be_cut_says_so(
         parts(*arguments, **options)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [torch.ones(4, 3), torch.ones(5, 3), torch.ones(2, 3)],  # sequences of many lengths
+        [{"boxes": torch.ones(n, 4)} for n in (2, 3, 2, 7)],  # what belongs to each of 4 images
+    ],
+)
+def test_a_list_of_samples_is_not_guessed_at(value: list[Any]) -> None:
+    with pytest.raises(InputError, match=r"split=\{'y': 'items'\}"):
+        parts(X, y=value)
+    for part in parts(X, y=value, split={"y": None}):
+        assert part.kwargs["y"] is value
+
+
+def test_packed_sequences_are_refused() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    with pytest.raises(InputError, match="PackedSequence"):
+        parts(packed)
+
+
+def test_a_target_without_the_batchs_dimension_is_refused() -> None:
+    with pytest.raises(InputError, match="no entries along dimension 1"):
+        parts(X.t(), batch_dim=1, target=torch.ones(4))
+    cut_along = [p.target for p in parts(X.t(), batch_dim=1, target=X[:, 0], split={"target": 0})]
+    assert torch.equal(torch.cat(cut_along), X[:, 0])
+    assert all(p.target.dim() == 0 for p in parts(X, target=torch.tensor(1.0)))
+
+
 def test_a_step_takes_batches_of_any_shape() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -133,7 +133,7 @@ def test_without_a_budget_a_step_is_eagers(name: str) -> None:
 def test_without_a_budget_the_peak_is_the_predicted_one(name: str) -> None:
     expected = reference(name)
     assert expected.plan.extra_time_s == 0
-    assert expected.plan.peak_bytes == expected.plan.baseline_peak_bytes
+    assert expected.plan.peak_bytes <= expected.plan.baseline_peak_bytes  # some is in place
     assert_predicted(expected.plan, expected.measured_bytes)
     assert expected.left_bytes == 0
 
@@ -144,9 +144,10 @@ def test_a_step_keeps_its_budget_and_its_result(name: str, budget: str) -> None:
     expected = reference(name)
     budget_bytes = expected.budget(budget)
     model, args, kwargs = example(name)
-    # Greedy is the fastest; near the minimum it may find nothing where the others do.
-    solver = "greedy" if budget_bytes > 1.2 * expected.minimum_bytes else "auto"
-    autockpt.optimize(model, budget_bytes, solver=solver, time_limit=0.5)
+    # Greedy ends by itself, and soon; near the minimum it may find nothing where the others do.
+    easy = budget_bytes > 1.2 * expected.minimum_bytes
+    solver, limit = ("greedy", 60.0) if easy else ("auto", 0.5)
+    autockpt.optimize(model, budget_bytes, solver=solver, time_limit=limit)
     result = attempted(model, args, kwargs)
     if isinstance(result, InfeasibleBudget):
         # What is tested in its place is the minimum, which is a case of its own.

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 import autockpt
 from autockpt import InputError, StepError
 from hf_models import HF_EXAMPLES
-from models import GPT, ResNet
+from models import GPT
 from tiny_models import MLP, seeded
 
 MEAN = functional.mse_loss
@@ -30,7 +30,7 @@ def batch(samples: int = 12, dim: int = 8, dtype: torch.dtype = torch.float64) -
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
-    return seeded(lambda: MLP(dim=8, layers=3)).to(dtype)
+    return seeded(lambda: MLP(dim=8, layers=2)).to(dtype)
 
 
 class Recorder(SGD):
@@ -89,12 +89,12 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 5, 8, 12, 20])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 8, 20])
 def test_the_gradient_is_the_full_batchs(accumulate: int, dtype: torch.dtype) -> None:
     x, y = batch(dtype=dtype)
     loss, want = full_batch(mlp(dtype), lambda m: MEAN(m(x), y))
     model, optimizer = optimised(mlp(dtype), accumulate, loss_fn=MEAN)
-    for _ in range(3):
+    for _ in range(2):
         found = model.step(x, target=y)
         assert found.item() == pytest.approx(loss, rel=TOLERANCE[dtype])
         assert not found.requires_grad
@@ -103,14 +103,16 @@ def test_the_gradient_is_the_full_batchs(accumulate: int, dtype: torch.dtype) ->
         assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("accumulate", "dtype"),
+    [(1, torch.float32), (2, torch.float64), (3, torch.float32), (8, torch.float64)],
+)
 def test_ten_steps_of_adamw_end_at_the_same_weights(accumulate: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(32, (10, 8, 13), generator=generator)
 
     def built() -> tuple[nn.Module, Optimizer]:
-        model = seeded(lambda: GPT(layers=2, dim=16, heads=2, vocab=32, seq=12)).to(dtype)
+        model = seeded(lambda: GPT(layers=1, dim=16, heads=2, vocab=32, seq=12)).to(dtype)
         # A large epsilon: where a gradient is rounding noise, its sign must not be a whole step.
         return model, AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
@@ -189,48 +191,78 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+Steps = tuple[nn.Module, Recorder]
+
+
+@pytest.fixture(scope="module")
+def token_steps() -> Steps:
+    """One model for all of them: its weights do not move, and what it is asked does not change."""
+    return optimised(tokens(), 4)
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_a_mean_over_tokens_is_weighted_by_tokens(counts: tuple[int, ...], kind: str) -> None:
+def test_a_mean_over_tokens_is_weighted_by_tokens(
+    counts: tuple[int, ...], kind: str, token_steps: Steps
+) -> None:
     ids, labels = labelled(counts)
     loss, want = full_batch(tokens(), lambda m: m(ids, labels))
-    model, optimizer = optimised(tokens(), 4)
-    for _ in range(3):
+    model, optimizer = token_steps
+    for _ in range(2):
         found = model.step(ids, labels, weight=WEIGHTS[kind](ids, labels))
         assert found.item() == pytest.approx(loss, rel=1e-12)
         assert_close(optimizer.seen.pop(), want, 1e-12)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_micro_steps_are_weighted_by_what_they_turn_out_to_hold(counts: tuple[int, ...]) -> None:
+def test_micro_steps_are_weighted_by_what_they_turn_out_to_hold(
+    counts: tuple[int, ...], token_steps: Steps
+) -> None:
     ids, labels = labelled(counts)
     _, want = full_batch(tokens(), lambda m: m(ids, labels))
-    model, optimizer = optimised(tokens(), 4)
-    for window in range(3):
+    model, optimizer = token_steps
+    for _ in range(2):
         for row in range(4):
-            assert len(optimizer.seen) == window
+            assert not optimizer.seen
             assert model.autockpt.open_micro_steps == row
             own = int((labels[row] != -100).sum())
             loss = model.micro_step(ids[row : row + 1], labels[row : row + 1], weight=own)
             assert loss.isfinite()
-        assert_close(optimizer.seen[-1], want, 1e-12)
+        assert_close(optimizer.seen.pop(), want, 1e-12)
     assert model.flush() is None
-    assert len(optimizer.seen) == 3
+    assert not optimizer.seen
 
 
 @pytest.mark.parametrize("counts", [(8, 2, 5), (1, 8, 0), (0, 3, 8), (2,)])
-def test_a_leftover_window_has_its_own_weights(counts: tuple[int, ...]) -> None:
+def test_a_leftover_window_has_its_own_weights(counts: tuple[int, ...], token_steps: Steps) -> None:
     ids, labels = labelled(counts)
     loss, want = full_batch(tokens(), lambda m: m(ids, labels))
-    model, optimizer = optimised(tokens(), 7)
+    model, optimizer = token_steps
     for row in range(len(counts)):
         model.micro_step(ids[row : row + 1], labels[row : row + 1], weight=count)
     assert not optimizer.seen
-    found = model.flush()
+    with torch.no_grad():  # there is nothing to differentiate any more
+        found = model.flush()
     assert found.item() == pytest.approx(loss, rel=1e-12)
     assert_close(optimizer.seen.pop(), want, 1e-12)
     assert model.flush() is None
     assert not optimizer.seen
+
+
+@pytest.mark.parametrize("weight", [torch.ones(12), torch.ones(12, 3), 5, [7.0], None])
+def test_a_window_of_one_micro_batch_is_any_weights(weight: Any) -> None:
+    x, y = batch()
+    loss, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
+    model, optimizer = optimised(mlp(), 1, loss_fn=MEAN)
+    assert model.step(x, target=y, weight=weight).item() == pytest.approx(loss, rel=1e-12)
+    assert_close(optimizer.seen.pop(), want, 1e-12)
+
+
+def test_an_infinite_loss_is_the_mean() -> None:
+    x, y = batch()
+    y[:4] = float("inf")
+    model, _ = optimised(mlp(), 3, loss_fn=MEAN)
+    assert model.step(x, target=y).item() == float("inf")
 
 
 def test_uneven_loader_batches_count_by_their_samples() -> None:
@@ -243,11 +275,11 @@ def test_uneven_loader_batches_count_by_their_samples() -> None:
         assert_close(optimizer.seen.pop(), want, 1e-12)
 
 
-def test_a_window_that_counts_for_nothing_changes_nothing() -> None:
-    ids, labels = labelled((0, 0, 0))
-    model, optimizer = optimised(tokens(), 3)
+def test_a_window_that_counts_for_nothing_changes_nothing(token_steps: Steps) -> None:
+    ids, labels = labelled((0, 0, 0, 0))
+    model, optimizer = token_steps
     assert model.step(ids, labels, weight=count).item() == 0
-    for row in range(3):
+    for row in range(4):
         model.micro_step(ids[row : row + 1], labels[row : row + 1], weight=count)
     assert not optimizer.seen
     assert model.autockpt.open_micro_steps == 0
@@ -272,7 +304,7 @@ def test_a_language_model_of_transformers(accumulate: int) -> None:
     loss, want = full_batch(model, lambda m: m(input_ids=ids, labels=labels).loss)
     model, optimizer = optimised(model, accumulate)
     found = model.step(input_ids=ids, labels=labels, weight=shifted)
-    assert found.item() == pytest.approx(loss, rel=1e-9)
+    assert found.item() == pytest.approx(loss, rel=1e-6)  # transformers' loss is single precision
     assert_close(optimizer.seen.pop(), want, 1e-6)
 
 
@@ -374,10 +406,15 @@ class ScalerLog(torch.amp.GradScaler):
         super().update(new_scale)
 
 
+@pytest.fixture(scope="module")
+def single_steps() -> Steps:
+    return optimised(tokens().float(), 4)
+
+
 @pytest.mark.parametrize("micro", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.01])
 def test_a_scaler_and_clipping_see_the_whole_windows_gradient(
-    micro: bool, max_grad_norm: float | None
+    micro: bool, max_grad_norm: float | None, single_steps: Steps
 ) -> None:
     ids, labels = labelled((8, 1, 3, 6))
     plain = tokens().float()
@@ -385,7 +422,7 @@ def test_a_scaler_and_clipping_see_the_whole_windows_gradient(
     if max_grad_norm is not None:
         nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
     want = gradients(plain)
-    model, optimizer = optimised(tokens().float(), 4)
+    model, optimizer = single_steps
     scaler = ScalerLog("cpu", init_scale=1024.0, growth_interval=1000)
     for _ in range(2):
         options: dict[str, Any] = {"scaler": scaler, "max_grad_norm": max_grad_norm}
@@ -443,7 +480,7 @@ def test_a_loss_may_come_in_any_of_these_ways(kind: str) -> None:
     x, y = batch()
     _, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
     own = (lambda output: output[0]) if kind == "loss_fn" else None
-    model, optimizer = optimised(seeded(lambda: Model(dim=8, layers=3)).double(), 3, loss_fn=own)
+    model, optimizer = optimised(seeded(lambda: Model(dim=8, layers=2)).double(), 3, loss_fn=own)
     for _ in range(2):
         model.step(x, y)
         assert_close(optimizer.seen.pop(), want, 1e-12)
@@ -456,7 +493,7 @@ def test_without_a_loss_fn_the_target_is_an_argument_of_the_model() -> None:
 
     x, y = batch()
     _, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
-    model, optimizer = optimised(seeded(lambda: Model(dim=8, layers=3)).double(), 3)
+    model, optimizer = optimised(seeded(lambda: Model(dim=8, layers=2)).double(), 3)
     model.step(x, target=y)
     assert_close(optimizer.seen.pop(), want, 1e-12)
     model, _ = optimised(mlp(), 3)
@@ -680,15 +717,24 @@ def micro_batch_loop(
     return total
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
 def test_batch_norm_is_that_of_a_plain_micro_batch_loop(accumulate: int) -> None:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(8, 3, 16, 16, generator=generator)
+    x = torch.randn(8, 3, 8, 8, generator=generator)
     y = torch.randint(4, (8,), generator=generator)
-    sizes = {1: [8], 2: [4, 4], 3: [3, 3, 2]}[accumulate]
+    sizes = {1: [8], 3: [3, 3, 2]}[accumulate]
+
+    class Convolutional(nn.Sequential):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(super().forward(x).mean(dim=(2, 3)), y)
+
+    def layers() -> nn.Module:
+        convolutions = (nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+        norms = (nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=0.3))
+        return Convolutional(convolutions[0], norms[0], nn.ReLU(), convolutions[1], norms[1])
 
     def built() -> tuple[nn.Module, Optimizer]:
-        model = seeded(lambda: ResNet(width=4, depths=(1, 1), classes=4))
+        model = seeded(layers)
         return model, SGD(model.parameters(), lr=0.1)
 
     plain, optimizer = built()
@@ -736,14 +782,18 @@ def test_the_steps_are_short_cuts_that_hide_nothing() -> None:
             return "own"
 
     model = seeded(lambda: Own(dim=8, layers=1)).double()
-    autockpt.optimize(model, None, optimizer=SGD(model.parameters(), lr=0.1), loss_fn=MEAN)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    autockpt.optimize(model, None, optimizer=optimizer, loss_fn=MEAN, accumulate=2)
     assert model.step() == "own"
     x, y = batch()
     assert model.autockpt.step(x, target=y).isfinite()
     assert model.micro_step.__self__ is model.autockpt
+    model.micro_step(x, target=y)
     autockpt.restore(model)
     assert model.step() == "own"
     assert not hasattr(model, "flush")
+    # What half a window has added is of no use to anyone.
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

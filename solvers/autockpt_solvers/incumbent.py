@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.on_demand import stage_schedule
-from autockpt_solvers.solution import CLOSED_GAP, Solution, measured
+from autockpt_solvers.solution import CLOSED_GAP, Solution, broken_off, measured
 
 __all__ = ["Incumbent"]
 
@@ -25,6 +25,7 @@ class Incumbent:
         bound_ns: proved lower bound on the cost of every schedule that fits.
         method: the method that found the order.
         infeasible: whether it is proved that no schedule fits.
+        interrupted: whether Ctrl-C ended the search.
     """
 
     def __init__(self, liveness: Liveness, budget_bytes: int) -> None:
@@ -36,6 +37,7 @@ class Incumbent:
         self.bound_ns = 0
         self.method = ""
         self.infeasible = False
+        self.interrupted = False
 
     def accept(self, order: Sequence[int], method: str) -> bool:
         """Take an order over if it fits and is better; return whether it was."""
@@ -70,7 +72,7 @@ class Incumbent:
         """Return the order as a solution, simulated and with the bound."""
         assert self.order is not None
         problem = self.liveness.problem
-        return measured(
+        solution = measured(
             problem,
             stage_schedule(problem, self.order),
             budget_bytes=self.budget_bytes,
@@ -80,3 +82,4 @@ class Incumbent:
             if self.bound_ns <= self.extra_ns * (1 + 1e-6) + 1
             else self.bound_ns,
         )
+        return broken_off(solution) if self.interrupted else solution

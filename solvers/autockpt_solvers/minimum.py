@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.liveness import Liveness
@@ -48,7 +48,8 @@ WALKS_S = 5.0
 FITS_S = 5.0
 
 # The one in-process cache of the solvers: a budget below the minimum is often asked for again at
-# the minimum, and must then be met by the very schedule that proved it. Few and small.
+# the minimum, and must then be met by the very schedule that proved it. Few and small. Times are
+# not part of the key: measured again they differ, and no peak depends on them.
 _FOUND: dict[Problem, Minimum] = {}
 _FOUND_LIMIT = 16
 
@@ -61,12 +62,13 @@ def minimum(problem: Problem, *, time_limit_s: float = 60.0) -> Minimum:
     not too large. Two searches that their time limit does not cut end at the same schedule.
     """
     Demand(problem).check_pins()
-    found = _FOUND.get(problem)
+    untimed = replace(problem, operations=tuple(replace(o, cost_ns=0) for o in problem.operations))
+    found = _FOUND.get(untimed)
     if found is None:
         found = search(problem, time_limit_s)
         while len(_FOUND) >= _FOUND_LIMIT:
             del _FOUND[next(iter(_FOUND))]
-        _FOUND[problem] = found
+        _FOUND[untimed] = found
     return found
 
 

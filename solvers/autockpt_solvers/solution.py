@@ -12,7 +12,7 @@ from autockpt_solvers.memory import simulate
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Schedule
 
-__all__ = ["Outcome", "Solution", "measured", "whole_ns", "with_bound"]
+__all__ = ["Outcome", "Solution", "broken_off", "measured", "whole_ns", "with_bound"]
 
 # A gap below this share of the step is noise of the cost measurements; it counts as closed.
 CLOSED_GAP = 1e-4
@@ -25,6 +25,7 @@ class Outcome(Enum):
     FEASIBLE = (
         "within the budget, a cheaper schedule is not ruled out; raise time_limit to look further"
     )
+    INTERRUPTED = "within the budget, the search was broken off; solve again to look further"
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,13 @@ def with_bound(problem: Problem, solution: Solution, lower_bound_ns: int) -> Sol
     closed = solution.extra_ns - lower_bound_ns <= CLOSED_GAP * problem.baseline_cost_ns
     outcome = Outcome.OPTIMAL if closed else Outcome.FEASIBLE
     return replace(solution, lower_bound_ns=lower_bound_ns, outcome=outcome)
+
+
+def broken_off(solution: Solution) -> Solution:
+    """Return a solution whose search was interrupted, as one that may be improved."""
+    if solution.outcome is Outcome.OPTIMAL:
+        return solution
+    return replace(solution, outcome=Outcome.INTERRUPTED)
 
 
 def whole_ns(bound_ns: float) -> int:

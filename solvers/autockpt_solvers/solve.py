@@ -20,7 +20,7 @@ from autockpt_solvers.problem import Operation, Problem
 from autockpt_solvers.schedule import Compute, Schedule
 from autockpt_solvers.solution import Outcome, Solution, with_bound
 
-__all__ = ["accept_smallest", "checked", "peak_parts", "solve"]
+__all__ = ["accept_smallest", "alive", "checked", "peak_parts", "solve", "with_origin"]
 
 # Binaries beyond which the integer program does not close what the local search leaves open.
 ILP_LIMIT = 20_000
@@ -76,9 +76,8 @@ def solve(
     Demand(problem).check_pins()
     if budget_bytes is None and method == "auto":
         return keep_all.solve(problem, None, time_limit_s=time_limit_s)
-    interrupted = False
     if budget_bytes is not None and method == "auto":
-        found, interrupted = _auto(problem, budget_bytes, started + time_limit_s, say)
+        found = _auto(problem, budget_bytes, started + time_limit_s, say)
     else:
         try:
             found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
@@ -90,7 +89,7 @@ def solve(
                     raise _infeasible(problem, budget_bytes, smallest) from None
             raise
     found = checked(problem, budget_bytes, found)
-    if found.outcome is not Outcome.OPTIMAL and found.lower_bound_ns == 0 and not interrupted:
+    if found.outcome is Outcome.FEASIBLE and found.lower_bound_ns == 0:
         say("proving a bound")
         left_s = started + time_limit_s - time.perf_counter()
         bound = lower_bound(problem, budget_bytes, time_limit_s=max(left_s, 0.1 * time_limit_s))
@@ -100,17 +99,17 @@ def solve(
 
 def _auto(
     problem: Problem, budget_bytes: int, deadline: float, say: Callable[[str], None]
-) -> tuple[Solution, bool]:
-    """Return the best of several methods, and whether Ctrl-C ended the search."""
+) -> Solution:
+    """Return the best of several methods."""
     started = time.perf_counter()
     try:
-        return keep_all.solve(problem, budget_bytes), False
+        return keep_all.solve(problem, budget_bytes)
     except SolverError:
         pass
     if exhaustive.fits(problem):
         try:
             limit_s = (deadline - started) / 2
-            return exhaustive.solve(problem, budget_bytes, time_limit_s=limit_s), False
+            return exhaustive.solve(problem, budget_bytes, time_limit_s=limit_s)
         except SolverError:
             pass  # too many states, or nothing fits
     liveness = Liveness(Demand(problem))
@@ -121,8 +120,8 @@ def _auto(
         if best.order is None:
             raise
         say("interrupted; taking the best plan so far")
-        return best.solution(started), True
-    return best.solution(started), False
+        best.interrupted = True
+    return best.solution(started)
 
 
 def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> None:
@@ -158,6 +157,7 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
         found = ilp.solve(problem, budget_bytes, time_limit_s=left_s, start=best.order)
         best.accept(found.schedule.backward_computes, "ilp")
         best.prove(found.lower_bound_ns)
+        best.interrupted = found.outcome is Outcome.INTERRUPTED
 
 
 def accept_smallest(best: Incumbent, time_limit_s: float) -> None:
@@ -207,19 +207,27 @@ def peak_parts(problem: Problem, schedule: Schedule) -> tuple[tuple[str, int], .
     The bytes add up to the peak.
     """
     trace = simulate(problem, schedule)
-    parts = []
-    for storage in live_storages(problem, schedule, trace.peak_step):
-        op = problem.operations[problem.producer[storage]]
-        name = _with_origin(problem.storages[storage].name, op)
-        parts.append((name, problem.storages[storage].size_bytes))
+    parts = list(alive(problem, schedule, trace.peak_step))
     step = schedule.steps[trace.peak_step] if schedule.steps else None
     if isinstance(step, Compute):
         op = problem.operations[step.operation]
-        parts.append((f"workspace of {_with_origin(op.name, op)}", op.workspace_bytes))
-    parts.append(("parameters, buffers, inputs and optimizer state", problem.resident_bytes))
+        parts.append((f"workspace of {with_origin(op.name, op)}", op.workspace_bytes))
     return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
 
 
-def _with_origin(name: str, op: Operation) -> str:
+def alive(problem: Problem, schedule: Schedule, step: int) -> tuple[tuple[str, int], ...]:
+    """Return what lives when a step of a schedule is done, as names for people and bytes, largest
+    first; before the first step at -1.
+    """
+    parts = [("parameters, buffers, inputs and optimizer state", problem.resident_bytes)]
+    for storage in live_storages(problem, schedule, step):
+        op = problem.operations[problem.producer[storage]]
+        name = with_origin(problem.storages[storage].name, op)
+        parts.append((name, problem.storages[storage].size_bytes))
+    return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
+
+
+def with_origin(name: str, op: Operation) -> str:
+    """Return a name with the module and the line it comes from, where they are known."""
     origin = ", ".join(part for part in (op.module_path, op.source) if part)
     return f"{name} ({origin})" if origin else name

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autockpt_solvers.errors import SolverError
 from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, keep_all
@@ -14,7 +13,7 @@ from autockpt_solvers.methods.snapshot import Snapshots
 from autockpt_solvers.on_demand import Demand
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution
-from autockpt_solvers.solve import accept_smallest, checked, solve
+from autockpt_solvers.solve import accept_smallest, solve
 
 __all__ = ["sweep"]
 
@@ -56,13 +55,12 @@ def sweep(
     times: dict[int, float] = {}
     free: dict[int, Solution] = {}
     start: list[list[int]] = []
+    everything = keep_all.solve(problem, None)
     for number, budget in enumerate(distinct):
         begun = time.perf_counter()
-        try:
-            free[budget] = keep_all.solve(problem, budget)
+        if everything.peak_bytes <= budget:
+            free[budget] = everything
             continue
-        except SolverError:
-            pass
         best = Incumbent(liveness, budget)
         share_s = (deadline - begun) / (len(distinct) - number)
         shared.run(best, deadline=begun + share_s, starts=start, brief=True)
@@ -80,6 +78,5 @@ def sweep(
             bound = found[budget].bound_ns
     answers = dict(free)
     for budget, best in found.items():
-        solution = checked(problem, budget, best.solution(started))
-        answers[budget] = replace(solution, solve_time_s=times[budget])
+        answers[budget] = replace(best.solution(started), solve_time_s=times[budget])
     return tuple(answers[budget] for budget in budgets)

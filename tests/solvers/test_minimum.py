@@ -1,6 +1,7 @@
 """The minimum is the smallest peak there is, and planning at it succeeds."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -91,3 +92,11 @@ def test_the_error_names_what_people_know():
         ("workspace of backward", 5),
         ("mean (head)", 1),
     )
+
+
+def test_times_measured_again_leave_the_minimum_where_it_was():
+    problem = random_problem(3, most=14)
+    slower = tuple(
+        replace(op, cost_ns=7 * op.cost_ns + i) for i, op in enumerate(problem.operations)
+    )
+    assert minimum(replace(problem, operations=slower)) is minimum(problem)

@@ -28,7 +28,7 @@ from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.ilp.window_search import improve
 from autockpt_solvers.on_demand import Demand, needed_storages, stage_schedule
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.solution import CLOSED_GAP, Solution, measured, whole_ns
+from autockpt_solvers.solution import CLOSED_GAP, Solution, broken_off, measured, whole_ns
 
 __all__ = ["program_size", "solve"]
 
@@ -66,6 +66,7 @@ def solve(
     if budget_bytes is None:
         return keep_all.solve(problem, None)
     search = _Search(problem, budget_bytes, started, time_limit_s)
+    interrupted = False
     try:
         search.run(start)
         if search.small and not search.closed:
@@ -73,12 +74,13 @@ def solve(
     except KeyboardInterrupt:
         if search.order is None:
             raise
+        interrupted = True
     if search.order is None:
         raise SolverError(
             f"ilp finds no schedule within {budget_bytes:,} bytes"
             + (": it proves that there is none." if search.infeasible else " in its time limit.")
         )
-    return measured(
+    found = measured(
         problem,
         stage_schedule(problem, search.order),
         budget_bytes=budget_bytes,
@@ -86,6 +88,7 @@ def solve(
         started=started,
         lower_bound_ns=search.lower_bound_ns(),
     )
+    return broken_off(found) if interrupted else found
 
 
 def _split_stages(search: _Search) -> None:

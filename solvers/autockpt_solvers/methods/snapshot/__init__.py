@@ -10,7 +10,7 @@ search ends where the bound is met, or when kicks gain nothing for long.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import MipProcess, Relaxation
@@ -35,7 +35,8 @@ THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 COLUMNS = 50_000
 # Seconds that stating and solving takes per column, on slow machines.
 COLUMN_S = 2e-4
-# Gaps, as parts of the step: one at which the search ends, and two not worth long.
+# Gaps, as parts of the step: two at which the search ends, on small graphs and on others, and one
+# not worth long.
 ENOUGH = 2e-4
 CLOSE = 5e-4
 GOOD = 3e-3
@@ -64,6 +65,7 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     except KeyboardInterrupt:
         if best.order is None:
             raise
+        best.interrupted = True
     if best.order is None:
         raise SolverError(
             f"snapshot finds no schedule within {budget_bytes:,} bytes"
@@ -85,6 +87,8 @@ class Snapshots:
         self.stages = Stages(liveness)
         self._layouts = layouts(liveness, self.stages.groups)
         self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
+        enough = ENOUGH if self.problem.barrier <= SMALL else CLOSE
+        self._enough_ns = enough * self.problem.baseline_cost_ns
 
     def run(
         self,
@@ -107,29 +111,35 @@ class Snapshots:
         step = self.problem.baseline_cost_ns
         started = time.perf_counter()
         states: list[Residency] = []
-        walks: list[list[int]] = []
-        if not (brief and starts):
-            walks = self._walks(best.budget_bytes, started + 0.2 * (deadline - started))
-        for order in [*starts, *walks]:
+        for order in starts:
             self._begin(order, best, states, deadline)
         for number in range(len(self._layouts)):
-            if best.closed or best.infeasible or time.perf_counter() > deadline:
+            if best.infeasible or time.perf_counter() > deadline:
                 return
-            points = self._relax(number, best, deadline)
-            for order in points:
+            for order in self._relax(number, best, deadline):
                 self._begin(order, best, states, deadline)
+                if best.gap_ns <= self._enough_ns:
+                    return
             # The first choices are cheap; the dearer ones only pay where much is open.
-            if best.gap_ns <= ENOUGH * step / 2:
+            if states and self._enough_ns < best.gap_ns <= GOOD * step:
+                self._improve(_distinct(states)[:1], best, deadline, patience=1)
+            if best.gap_ns <= self._enough_ns:
+                return
+            if brief and states:
                 break
+            if not number and not brief:
+                until = started + 0.2 * (deadline - started)
+                for order in self._walks(best.budget_bytes, until):
+                    self._begin(order, best, states, deadline)
         if not states:
             return
         say(f"snapshots: {self._figures(best)}; local search")
         states = _distinct(states)
         self._improve(states[: 1 if brief else None], best, started + 0.5 * (deadline - started))
-        if brief or best.gap_ns <= ENOUGH * step:
+        if brief or best.gap_ns <= self._enough_ns:
             return
         self._integer(states, best, started + 0.6 * (deadline - started), say)
-        if best.gap_ns > ENOUGH * step:
+        if best.gap_ns > self._enough_ns:
             self._wander(_distinct(states), best, deadline, say)
 
     def bound(self, budget_bytes: int, *, deadline: float) -> int:
@@ -149,14 +159,14 @@ class Snapshots:
         )
         return [order for order in walks if order is not None]
 
-    def _relax(self, number: int, best: Incumbent, deadline: float) -> list[list[int]]:
-        """Solve a relaxation; note its bound and return its rounded points."""
+    def _relax(self, number: int, best: Incumbent, deadline: float) -> Iterator[list[int]]:
+        """Solve a relaxation; note its bound and return its rounded points, made when asked for."""
         layout = self._layouts[number]
         if number not in self._programs:
             stages = Stages(self.liveness, snapshots=layout.snapshots)
             size = SnapshotProgram.size(stages, layout)
             if number and (size > COLUMNS or size * COLUMN_S > deadline - time.perf_counter()):
-                return []
+                return iter(())
             unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
             made = SnapshotProgram(stages, layout, unit / 1000)
             self._programs[number] = (made, Relaxation(made.program, made.arrays))
@@ -165,12 +175,12 @@ class Snapshots:
         result = relaxation.solve(program.sides(best.budget_bytes), time_limit_s=0.5 * left_s)
         if result.status == "infeasible":
             best.infeasible = best.order is None
-            return []
+            return iter(())
         best.prove(whole_ns(result.bound * program.cost_unit))
-        if result.values is None:
-            return []
-        orders = [rounded(program, result.values, threshold) for threshold in THRESHOLDS]
-        return list(map(list, dict.fromkeys(map(tuple, orders))))
+        values = result.values
+        if values is None:
+            return iter(())
+        return (rounded(program, values, threshold) for threshold in THRESHOLDS)
 
     def _begin(
         self, order: Sequence[int], best: Incumbent, states: list[Residency], deadline: float
@@ -180,18 +190,29 @@ class Snapshots:
             return
         state = Residency(self.liveness, self.stages, order)
         if fit(state, best.budget_bytes, deadline=deadline):
-            best.accept(state.order(), "snapshot")
+            self._take(state, best)
             states.append(state)
 
-    def _improve(self, states: Sequence[Residency], best: Incumbent, deadline: float) -> None:
+    def _take(self, state: Residency, best: Incumbent) -> None:
+        """Let an incumbent take a state over if it is better."""
+        if best.order is None or state.cost_ns < best.extra_ns:
+            best.accept(state.order(), "snapshot")
+
+    def _improve(
+        self, states: Sequence[Residency], best: Incumbent, deadline: float, patience: int = 3
+    ) -> None:
         """Improve states by exchanges, as long as there is something to gain and time."""
         for state in states:
-            if best.gap_ns <= ENOUGH * self.problem.baseline_cost_ns:
+            if best.gap_ns <= self._enough_ns or time.perf_counter() > deadline:
                 return
-            if time.perf_counter() > deadline:
-                return
-            improve(state, best.budget_bytes, deadline=deadline, goal_ns=best.bound_ns)
-            best.accept(state.order(), "snapshot")
+            improve(
+                state,
+                best.budget_bytes,
+                deadline=deadline,
+                goal_ns=best.bound_ns,
+                patience=patience,
+            )
+            self._take(state, best)
 
     def _integer(
         self,
@@ -213,7 +234,7 @@ class Snapshots:
                 aim = best.budget_bytes
                 for _ in range(2):
                     left_s = deadline - time.perf_counter()
-                    if best.gap_ns <= ENOUGH * step or left_s < 0.2:
+                    if best.gap_ns <= self._enough_ns or left_s < 0.2:
                         return
                     process.arrays["row_upper"] = program.sides(aim)
                     gap = best.gap_ns / max(step, 1)
@@ -246,7 +267,7 @@ class Snapshots:
     ) -> None:
         """Kick the cheapest states in turn, for longer and longer, as long as that gains."""
         step = self.problem.baseline_cost_ns
-        goal_ns = best.bound_ns + int(ENOUGH * step)
+        goal_ns = best.bound_ns + int(self._enough_ns)
         started = told = time.perf_counter()
         if best.gap_ns <= GOOD * step:
             long = self.problem.barrier <= SMALL and best.gap_ns > CLOSE * step
