@@ -67,8 +67,10 @@ def layout_of(formulation: Formulation, schedule: Schedule) -> Layout:
         origin = formulation.origins[operation]
         return origin.role is Role.NODE and origin.node is not None and origin.node.target in OUT
 
-    blocks = blocks_of(problem, schedule, has_out)
-    others = blocks_of(problem, schedule, lambda operation: not has_out(operation))
+    # Gradients that are added to those there are freed at once, but the first are handed on.
+    gradients = {storage for _, storage, _ in formulation.capture.gradients}
+    blocks = blocks_of(problem, schedule, has_out, gradients)
+    others = blocks_of(problem, schedule, lambda operation: not has_out(operation), gradients)
     placement = place(blocks, align_bytes=_ALIGN)
     made = {problem.producer[block.storages[0]] for block in others}
     return Layout(

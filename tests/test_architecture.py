@@ -55,6 +55,7 @@ ORDER = [
     "choose",
     "module",
     "ahead",
+    "allocator",
     "measure",
     "per_module",
     "report",

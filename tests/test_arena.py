@@ -143,6 +143,22 @@ def test_a_forward_that_is_given_up_leaves_it_usable() -> None:
     assert_same(run_step(mine, tokens()), run_step(plain, tokens()))
 
 
+def test_micro_batches_share_it() -> None:
+    found = []
+    for arena in (True, False):
+        model = seeded(gpt)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        autockpt.optimize(model, None, optimizer=optimizer, accumulate=2, arena=arena)
+        for _ in range(3):
+            model.micro_step(*tokens(2))  # the first of a window: its gradients stay
+            if arena and model.autockpt._memory._block is not None:
+                memory = model.autockpt._memory
+                assert not any(memory.holds(p.grad) for p in model.parameters())
+            model.micro_step(*tokens(2))
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_another_shape_takes_the_same_memory() -> None:
     mine, plain = pair()
     for batch in (6, 2, 4):

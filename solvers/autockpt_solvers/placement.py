@@ -11,7 +11,7 @@ exactly, by an integer program.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +68,10 @@ class Placement:
 
 
 def blocks_of(
-    problem: Problem, schedule: Schedule, wanted: Callable[[int], bool] = lambda operation: True
+    problem: Problem,
+    schedule: Schedule,
+    wanted: Callable[[int], bool] = lambda operation: True,
+    held: Collection[int] = (),
 ) -> tuple[Block, ...]:
     """Return the blocks that a schedule allocates and frees, in the order of their making.
 
@@ -79,8 +82,9 @@ def blocks_of(
         problem: the problem.
         schedule: a valid schedule of it.
         wanted: whether the outputs of an operation are to lie in the arena.
+        held: storages that somebody may hold although the schedule frees them.
     """
-    visible = problem.live_at_barrier | problem.live_at_end
+    visible = problem.live_at_barrier | problem.live_at_end | set(held)
     alive: dict[int, tuple[int, tuple[int, ...]]] = {}  # storage -> made at, storages before it
     blocks: list[Block] = []
     done: set[int] = set()
