@@ -16,6 +16,7 @@ import re
 import threading
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -321,7 +323,7 @@ class _OwnFrames:
         resumed = code.co_name.startswith("torch_dynamo_resume_in")
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
                 result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
@@ -333,6 +335,21 @@ class _OwnFrames:
             frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
             apply_to_code=False,
         )
+
+
+@contextlib.contextmanager
+def _recurrent_layers_end_graphs() -> Iterator[None]:
+    """Let a trace break where a recurrent layer is called; by itself it gives the frame up."""
+    refused = trace_rules._disallowed_callable_ids
+    layers = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    added = [id(layer) for layer in layers if id(layer) not in refused()]
+    refused().update(added)
+    try:
+        with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            yield
+    finally:
+        refused().difference_update(added)
 
 
 def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
