@@ -16,6 +16,7 @@ import re
 import threading
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -316,7 +317,7 @@ def compile_pieces(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(model, *args, **kwargs)
 
-    return _patched(call, backend, limit=_RESUMED, numbers=numbers, pieces=True)
+    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
 
 
 class _OwnFrames:
@@ -339,7 +340,7 @@ class _OwnFrames:
         resumed = code.co_name.startswith("torch_dynamo_resume_in")
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
                 result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
@@ -351,6 +352,21 @@ class _OwnFrames:
             frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
             apply_to_code=False,
         )
+
+
+@contextlib.contextmanager
+def _recurrent_layers_end_graphs() -> Iterator[None]:
+    """Let a trace break where a recurrent layer is called; by itself it gives the frame up."""
+    refused = trace_rules._disallowed_callable_ids
+    layers = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    added = [id(layer) for layer in layers if id(layer) not in refused()]
+    refused().update(added)
+    try:
+        with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            yield
+    finally:
+        refused().difference_update(added)
 
 
 def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -371,7 +387,6 @@ def _patched(
     limit: int | None = None,
     counters: Collection[str] = (),
     numbers: bool = True,
-    pieces: bool = False,
 ) -> Callable[..., Any]:
     """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
@@ -379,7 +394,6 @@ def _patched(
     def call(*args: Any, **kwargs: Any) -> Any:
         # Hooks that come and go after the capture are guarded on.
         with (
-            _recurrent_between_graphs() if pieces else contextlib.nullcontext(),
             dynamo_config.patch(
                 ignore_logging_functions=_said_once(),
                 skip_nnmodule_hook_guards=False,
@@ -389,7 +403,6 @@ def _patched(
                 use_numpy_random_stream=True,
                 recompile_limit=limit or SIGNATURES,
                 capture_scalar_outputs=numbers,
-                allow_rnn=pieces,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
             varying.patch(dynamic_sources=",".join(sorted(counters))),
@@ -398,23 +411,6 @@ def _patched(
 
     call.backend = backend  # type: ignore[attr-defined]
     return call
-
-
-@contextlib.contextmanager
-def _recurrent_between_graphs() -> Iterator[None]:
-    """Let Dynamo look into recurrent layers, up to the call that does the work.
-
-    Otherwise it gives up every frame that touches one. Traced, that call would become an operation
-    for each time step, and other random numbers.
-    """
-    calls = [getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
-    for call in calls:
-        trace_rules._disallowed_callable_ids.add(id(call))
-    try:
-        yield
-    finally:
-        for call in calls:
-            trace_rules._disallowed_callable_ids.remove(id(call))
 
 
 class _Backend:

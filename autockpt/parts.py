@@ -104,7 +104,6 @@ class Part:
                 with warnings.catch_warnings():
                     # Dynamo looks at the gradients of inputs, which here are no leaves.
                     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-                    warnings.filterwarnings("ignore", "Dynamo does not know how to trace the built")
                     output = traced(self.module, self.compiled[number], args, kwargs)
             except CaptureError as error:
                 if number in self.ran:

@@ -65,15 +65,16 @@ class Averaging(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The tracer does not look into LSTMs."""
+    """The tracer does not look into LSTMs; what is before and behind one is a graph each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 2)
+        self.first, self.inner = nn.Linear(16, 32), nn.LSTM(32, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.inner(x[None])
-        return self.head(states).square().mean()
+        states, _ = self.inner(torch.nn.functional.gelu(self.first(x)).sin().tanh()[None])
+        return self.head(states.sin().cos()).square().mean()
 
 
 class Flat(nn.Module):
@@ -211,6 +212,18 @@ def test_graphs_go_on_behind_numbers_and_recurrent_layers() -> None:
     captures = model.autockpt._several.captures
     train(model, 3)  # other numbers: nothing is captured anew
     assert model.autockpt._several.captures == captures
+
+
+def test_what_stands_beside_a_recurrent_layer_is_planned() -> None:
+    model = autockpt.optimize(Recurrent(), None)
+    train(model, 6)
+    assert model.plan.origin["graphs"] == "2"
+    model = autockpt.optimize(Recurrent(), 1)
+    with pytest.raises(InfeasibleBudget) as refusal:
+        train(model, 6)
+    model = autockpt.optimize(Recurrent(), refusal.value.minimum_bytes)
+    train(model, 6)
+    assert model.plan.extra_time_s > 0
 
 
 def test_restore_takes_every_part_off() -> None:
