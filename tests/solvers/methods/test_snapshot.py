@@ -85,7 +85,7 @@ def test_no_choice_of_blocks_and_snapshots_bounds_too_high():
             cuts = sorted(rng.sample(range(count), min(count, rng.randint(0, 4))))
             block = tuple(sum(i >= cut for cut in cuts) for i in range(count))
             picked = rng.sample(range(last), min(last, rng.randint(1, 5)))
-            choices.append(Layout("random", block, frozenset(picked)))
+            choices.append(Layout("random", block, frozenset(picked), rng.randint(0, 3)))
         smallest = minimum(problem).peak_bytes
         for budget in budgets(problem, smallest, solve(problem, None).peak_bytes):
             best = exhaustive.solve(problem, budget).extra_ns
