@@ -33,6 +33,8 @@ __all__ = ["Snapshots", "solve"]
 THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 # Columns beyond which no layout but the first is tried.
 COLUMNS = 50_000
+# The same for layouts that reach, whose programs are harder.
+REACHING = 20_000
 # Seconds that stating and solving takes per column, on slow machines.
 COLUMN_S = 1e-4
 # Gaps, as parts of the step: two at which the search ends, on small graphs and on others, and one
@@ -172,7 +174,8 @@ class Snapshots:
             stages = Stages(self.liveness, snapshots=layout.snapshots)
             size = SnapshotProgram.size(stages, layout)
             long = size * COLUMN_S > deadline - time.perf_counter()
-            if (number and (size > COLUMNS or long)) or (hurry and long):
+            large = size > (REACHING if layout.reach else COLUMNS)
+            if (number and (large or long)) or (hurry and long):
                 return iter(())
             unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
             made = SnapshotProgram(stages, layout, unit / 1000)

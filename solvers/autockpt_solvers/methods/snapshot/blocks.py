@@ -38,11 +38,14 @@ class Layout:
         name: for people.
         block: for each forward operation its block.
         snapshots: backward operations, counted from the barrier.
+        reach: for how many blocks in a row that are made from one another the program follows
+            what each needs from the one before, ahead of the stages that read it themselves.
     """
 
     name: str
     block: tuple[int, ...]
     snapshots: frozenset[int]
+    reach: int = 0
 
 
 def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
@@ -52,6 +55,7 @@ def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
     number = _numbers(ends, count)
     own = own_bytes(liveness)
     result: list[Layout] = []
+    far: list[Layout] = []
     for per_block, per_snapshot in ((2, 2), (8, 1), (32, 1)):
         if per_block > 2 and per_block >= 2 * len(ends):
             continue
@@ -59,11 +63,13 @@ def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
         snapshots = _one_per_phase(_phases(liveness, groups, coarse), own)
         block = tuple(n // per_block for n in number)
         result.append(Layout(f"{per_block} segments", block, snapshots))
+        if per_block == 8:
+            far.append(Layout("8 segments, reach", block, snapshots, 1))
     if len(ends) < FEW:
         for parts in (max(count // ONE_BLOCK, 1), max(count // 60, 1)):
             block = tuple(i * parts // count for i in range(count))
             result.append(Layout("ranges", block, even_snapshots(own, EVEN)))
-    return result
+    return result + far
 
 
 def own_bytes(liveness: Liveness) -> list[int]:

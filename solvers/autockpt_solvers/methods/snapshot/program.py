@@ -12,10 +12,11 @@ stage k begins; ``R[i, k]``, run again in stage k; ``Y[i, k]``, run again in sta
 1. ``S[g, k+1] <= S[g, k] + R[maker(g), k]``
 2. ``S[g, k] + R[maker(g), k] >= 1`` where stage k reads g;
 3. ``R[i, k] <= S[d, k] + R[maker(d), k]`` for inputs d of i, in one block for all k, across blocks
-   for k past ``lo`` of both and not past ``hi`` of d's;
+   where S is *exact* for both: k past ``lo``, or ``lo = 0``; and not past ``hi`` of d's;
 4. at each snapshot, and at the hungriest operations of the forward, the bytes fit; before its
    ``lo`` a block counts with ``S[g, lo]``;
 5. ``Y[i, k] <= sum of R[i, j] for j >= k``, ``Y[i, k] <= S[d, k] + Y[maker(d), k]`` inside a block,
+   and across blocks where S is exact for both and d's ``hi`` is not the earlier one;
    ``S[g, k] + Y[maker(g), k] >= 1`` where stage k or a later one reads g;
 6. ``S[g, lo] <= O[i]`` where the optional i makes g.
 
@@ -26,7 +27,9 @@ what is true. Rows 4 hold since before lo the block holds at least the bytes of 
 operation before stage lo reads it. A value used in a stage was resident at its start or made in
 it, or for ``lo`` since q; so 1-3 and 5 hold. A forward row counts a block with ``lo > 0`` only if
 it counts all of it, since at the barrier too it holds at least the bytes of q. Runs outside a
-block's stages, inputs from elsewhere and in-stage memory are left out, which only relaxes.
+block's stages, inputs from elsewhere and in-stage memory are left out, which only relaxes. The
+same holds for any earlier ``lo``: with *reach* it lies before that of the blocks made from this
+one, so that what is made again for those counts.
 """
 
 from __future__ import annotations
@@ -41,6 +44,26 @@ from autockpt_solvers.methods.snapshot.blocks import Layout
 from autockpt_solvers.on_demand import optional_operations
 
 __all__ = ["SnapshotProgram"]
+
+
+def windows(stages: Stages, layout: Layout) -> dict[int, tuple[int, int]]:
+    """Return for each block the first and the last stage that it has columns for."""
+    window: dict[int, tuple[int, int]] = {}
+    for k, used in enumerate(stages.uses):
+        for g in used:
+            b = layout.block[stages.groups[g].producer]
+            window[b] = (window.get(b, (k, k))[0], k)
+    for _ in range(layout.reach):
+        before = dict(window)
+        for group in stages.groups:
+            b = layout.block[group.producer]
+            if b not in window:
+                continue
+            blocks = {layout.block[index] for index in group.readers} & before.keys() - {b}
+            # One stage more: from the first on S says what is true only if that is 0.
+            first = min((before[other][0] for other in blocks), default=window[b][0] + 1) - 1
+            window[b] = (max(0, min(window[b][0], first)), window[b][1])
+    return window
 
 
 class SnapshotProgram:
@@ -63,6 +86,7 @@ class SnapshotProgram:
     def __init__(self, stages: Stages, layout: Layout, byte_unit: float) -> None:
         self.stages = stages
         self.block = layout.block
+        self.reach = layout.reach
         self.byte_unit = byte_unit
         self.program = Program("snapshots")
         problem = stages.problem
@@ -70,9 +94,8 @@ class SnapshotProgram:
         self.cost_unit = max(total, 1) / 1000
         self.resident: dict[tuple[int, int], int] = {}
         self.runs: dict[tuple[int, int], int] = {}
-        self.window: dict[int, tuple[int, int]] = {}
         self.memory: dict[int, int] = {}
-        self._windows()
+        self.window = windows(stages, layout)
         self._columns()
         self._dependencies()
         self._closure()
@@ -82,11 +105,7 @@ class SnapshotProgram:
     @staticmethod
     def size(stages: Stages, layout: Layout) -> int:
         """Return about the number of columns that the program would have."""
-        window: dict[int, tuple[int, int]] = {}
-        for k, used in enumerate(stages.uses):
-            for g in used:
-                b = layout.block[stages.groups[g].producer]
-                window[b] = (window.get(b, (k, k))[0], k)
+        window = windows(stages, layout)
         makers = [group.producer for group in stages.groups] + 2 * list(stages.outputs)
         blocks = (window.get(layout.block[index]) for index in makers)
         return sum(high - low + 1 for low, high in filter(None, blocks))
@@ -100,13 +119,6 @@ class SnapshotProgram:
         return upper
 
     # ---------------------------------------------------------------- columns
-
-    def _windows(self) -> None:
-        for k, used in enumerate(self.stages.uses):
-            for g in used:
-                b = self.block[self.stages.groups[g].producer]
-                low, _ = self.window.get(b, (k, k))
-                self.window[b] = (low, k)
 
     def _columns(self) -> None:
         stages, problem, program = self.stages, self.stages.problem, self.program
@@ -152,19 +164,23 @@ class SnapshotProgram:
             terms.append((self.runs[group.producer, k], -1.0))
         return terms
 
+    def _exact(self, index: int, k: int) -> bool:
+        """Return whether S of an operation's block says at stage k what is true at that moment."""
+        low, _ = self.window[self.block[index]]
+        return k > low or not low
+
     def _dependencies(self) -> None:
         stages, program = self.stages, self.program
         for (g, k), column in self.resident.items():
             if (g, k - 1) in self.resident:
                 program.row(f"had({g},{k})", [(column, 1.0), *self._had(g, k - 1)], upper=0)
         for (index, k), column in self.runs.items():
-            low, _ = self.window[self.block[index]]
             for d in stages.inputs[index]:
-                b = self.block[stages.groups[d].producer]
-                apart = b != self.block[index]
+                maker = stages.groups[d].producer
+                apart = self.block[maker] != self.block[index]
                 if (d, k) not in self.resident:
                     continue
-                if apart and not (k > low and k > self.window[b][0]):
+                if apart and not (self._exact(index, k) and self._exact(maker, k)):
                     continue
                 program.row(f"input({index},{d},{k})", [(column, 1.0), *self._had(d, k)], upper=0)
         for k, used in enumerate(stages.uses):
@@ -178,30 +194,37 @@ class SnapshotProgram:
         last_use: dict[int, int] = {}
         for k, used in enumerate(stages.uses):
             last_use.update(dict.fromkeys(used, k))
-        members: dict[int, list[int]] = {}
+        later: dict[tuple[int, int], int] = {}
         for index in sorted(stages.outputs):
-            members.setdefault(self.block[index], []).append(index)
-        for b, (low, high) in sorted(self.window.items()):
+            low, high = self.window.get(self.block[index], (0, -1))
             for k in range(low, high):
-                later = {}
-                for index in members.get(b, ()):
-                    column = program.variable(f"Y({index},{k})", integer=False)
-                    later[index] = column
-                    terms = [(self.runs[index, j], -1.0) for j in range(k, high + 1)]
-                    program.row(f"later({index},{k})", [(column, 1.0), *terms], upper=0)
-                for index, column in later.items():
-                    for d in stages.inputs[index]:
-                        group = stages.groups[d]
-                        if self.block[group.producer] != b:
-                            continue
-                        terms = [(column, 1.0), (self.resident[d, k], -1.0)]
-                        if group.again:
-                            terms.append((later[group.producer], -1.0))
-                        program.row(f"laterinput({index},{d},{k})", terms, upper=0)
-                    for g in stages.outputs[index]:
-                        if last_use.get(g, -1) >= k:
-                            terms = [(column, 1.0), (self.resident[g, k], 1.0)]
-                            program.row(f"laterread({g},{k})", terms, lower=1)
+                column = program.variable(f"Y({index},{k})", integer=False)
+                later[index, k] = column
+                terms = [(self.runs[index, j], -1.0) for j in range(k, high + 1)]
+                program.row(f"later({index},{k})", [(column, 1.0), *terms], upper=0)
+                for g in stages.outputs[index]:
+                    if last_use.get(g, -1) >= k:
+                        terms = [(column, 1.0), (self.resident[g, k], 1.0)]
+                        program.row(f"laterread({g},{k})", terms, lower=1)
+        for (index, k), column in later.items():
+            for d in stages.inputs[index]:
+                group = stages.groups[d]
+                maker = group.producer
+                if (d, k) not in self.resident or not self._together(index, maker, k):
+                    continue
+                terms = [(column, 1.0), (self.resident[d, k], -1.0)]
+                if group.again:
+                    # In the last stage of a window R says the same.
+                    terms.append((later.get((maker, k), self.runs[maker, k]), -1.0))
+                program.row(f"laterinput({index},{d},{k})", terms, upper=0)
+
+    def _together(self, index: int, maker: int, k: int) -> bool:
+        """Return whether Y of two operations speaks of the same time from stage k on."""
+        own, other = self.block[index], self.block[maker]
+        if own == other:
+            return True
+        inside = self.window[own][1] <= self.window[other][1]
+        return inside and self._exact(index, k) and self._exact(maker, k)
 
     def _at(self, g: int, k: int) -> int | None:
         """Return the column that says whether a group is resident when stage k begins."""

@@ -199,7 +199,13 @@ class Residency:
 
     def is_resident(self, g: int, stage: int) -> bool:
         """Return whether a copy of a group lives at a stage's end and is read later."""
-        return any(made <= stage < last for made, last, _ in self.copies[g])
+        for made, last, _ in self.copies[g]:
+            if made <= stage:
+                if stage < last:
+                    return True
+            else:
+                break
+        return False
 
     # ---------------------------------------------------------------- changes
 
@@ -235,19 +241,31 @@ class Residency:
 
     def price(self, index: int, stage: int, limit: float = float("inf")) -> int:
         """Return what :meth:`add` costs, before what it makes superfluous; or more than a limit."""
+        # The search spends most of its time here: what else is a method stands in the loop.
+        makers, inputs, op_cost = self.maker, self.inputs, self.op_cost
+        all_runs, all_reading = self.runs, self.reading
         total = 0
         seen = {index}
         todo = [index]
         while todo:
             run = todo.pop()
-            total += self.op_cost[run]
+            total += op_cost[run]
             if total > limit:
                 break
-            for d in self.inputs[run]:
-                maker = self.maker[d]
-                if maker >= 0 and maker not in seen and self.last_read(d, stage) < stage:
-                    seen.add(maker)
-                    todo.append(maker)
+            for d in inputs[run]:
+                maker = makers[d]
+                if maker < 0 or maker in seen:
+                    continue
+                reading = all_reading[d]
+                if reading and reading[-1] >= stage:
+                    runs = all_runs[maker]
+                    if not runs or runs[-1] <= stage:
+                        continue  # the newest copy is read at the stage or later
+                    following = runs[bisect_right(runs, stage)]
+                    if reading[bisect_left(reading, stage)] < following:
+                        continue
+                seen.add(maker)
+                todo.append(maker)
         return total
 
     def commit(self) -> None:
