@@ -3,6 +3,7 @@
 from autockpt.ahead import plan
 from autockpt.measure import measure
 from autockpt.module import optimize, restore
+from autockpt.out_of_memory import OutOfMemory
 from autockpt_solvers.errors import (
     AutockptError,
     BudgetError,
@@ -27,6 +28,7 @@ __all__ = [
     "DoubleBackward",
     "InfeasibleBudget",
     "InputError",
+    "OutOfMemory",
     "PinError",
     "Plan",
     "PlanFormatError",

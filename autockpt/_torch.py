@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import logging
 import operator
 import re
 import threading
+import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +31,7 @@ import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -46,9 +50,11 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.graph_module import _forward_from_src
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -57,6 +63,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "SIGNATURES",
     "AllocationTracker",
     "AllocatorEvent",
     "FakeTensor",
@@ -78,17 +85,21 @@ __all__ = [
     "compiled_nodes",
     "counters_of",
     "cuda_history",
+    "failed_run",
     "fake_mode_of",
     "forget_context",
     "getitem_index",
     "has_gradient_hooks",
+    "has_lazy_parameters",
     "in_backward",
     "is_fake",
     "is_operator",
     "is_operator_error",
+    "is_out_of_memory",
     "is_profiled",
     "is_random",
     "keep_missing_gradients",
+    "keeps_graph",
     "leave_what_is_left_behind",
     "leaves_of_running_node",
     "map_tensors",
@@ -105,16 +116,22 @@ __all__ = [
     "saved_descriptors",
     "source_line",
     "storage_key",
+    "storage_uses",
     "tensor_leaves",
+    "unguarded",
     "user_error",
     "watched_step",
     "when_released",
+    "while_tracing",
 ]
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
-_SIGNATURES = 64
+SIGNATURES = 64
 # The same for a frame that a graph broke in.
 _RESUMED = 3
+# A line of generated code: addmm_3_again_1 = torch.ops.aten.addmm.default(...)
+_MADE = re.compile(r"\s*(\w+?)(?:_again_(\d+))?(?:\s*:[^=]*)?\s=\s")
+_GLOBAL_HOOKS = re.compile("_global_(forward|backward).*hooks$")
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 
 
@@ -260,24 +277,33 @@ def compile_forward(
 
 
 def compile_pieces(
-    model: nn.Module, partition: Partition, given_up: set[str], skipped: Callable[[], None]
+    model: nn.Module,
+    partition: Partition,
+    given_up: set[str],
+    skipped: Callable[[bool], None],
+    *,
+    numbers: bool,
 ) -> Callable[..., Any]:
     """Return a callable that runs ``model.forward`` as several graphs, with plain Python between.
 
     Where Dynamo cannot trace on, a graph ends; what it cannot trace runs plainly, and so does
     everything called from there. ``partition`` is called with each graph in turn. Where nothing of
-    a frame can be traced (a loop with a break inside), ``skipped`` is called and it runs plainly.
+    a frame can be traced (a loop with a break inside), it runs plainly, and ``skipped`` is called
+    with whether that is one behind a break.
 
-    ``given_up`` takes the names of frames behind a break that cannot be traced any more: a number
-    read from a tensor is guarded on by its value, which changes with every step. They run plainly
-    from then on, also where the same set is passed again; so the graphs stay the same.
+    ``numbers`` says whether a number read from a tensor is traced, so that it may be any. Not where
+    a size depends on it: then it ends a graph, and the next one holds for its value alone.
+
+    ``given_up`` takes the names of frames behind a break that cannot be traced any more, such as
+    those behind a number that changes with every step. They run plainly from then on, also where
+    the same set is passed again; so the graphs stay the same.
 
     Hooks of the model itself are not run: for a model without them.
     """
     # The user's own code object would be shared with other models and with torch.compile.
     own = getattr(model.forward, "__func__", None)
     if own is None or not isinstance(own, types.FunctionType):
-        skipped()
+        skipped(False)
         return model._call_impl
     entry = types.FunctionType(
         own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
@@ -291,7 +317,7 @@ def compile_pieces(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(model, *args, **kwargs)
 
-    return _patched(call, backend, limit=_RESUMED)
+    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
 
 
 class _OwnFrames:
@@ -302,7 +328,7 @@ class _OwnFrames:
         inner: Callable[..., Any],
         code: types.CodeType,
         given_up: set[str],
-        skipped: Callable[[], None],
+        skipped: Callable[[bool], None],
     ) -> None:
         self._torchdynamo_orig_backend = self.inner = inner
         self.code = code
@@ -314,18 +340,39 @@ class _OwnFrames:
         resumed = code.co_name.startswith("torch_dynamo_resume_in")
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
                 result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
             if resumed:
                 self.given_up.add(code.co_name)
-            self.skipped()
+            self.skipped(resumed)
         # Not for good: the code object is the user's, and others may trace it.
         return ConvertFrameReturn(
             frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
             apply_to_code=False,
         )
+
+
+@contextlib.contextmanager
+def _recurrent_layers_end_graphs() -> Iterator[None]:
+    """Let a trace break where a recurrent layer is called; by itself it gives the frame up."""
+    refused = trace_rules._disallowed_callable_ids
+    layers = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    added = [id(layer) for layer in layers if id(layer) not in refused()]
+    refused().update(added)
+    try:
+        with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            yield
+    finally:
+        refused().difference_update(added)
+
+
+def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of constants that a trace calls as it meets it, and takes no part of."""
+    called: Callable[..., Any] = torch.compiler.assume_constant_result(function)
+    return called
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,8 +384,9 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 def _patched(
     compiled: Callable[..., Any],
     backend: _Backend,
-    limit: int = _SIGNATURES,
+    limit: int | None = None,
     counters: Collection[str] = (),
+    numbers: bool = True,
 ) -> Callable[..., Any]:
     """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
@@ -349,7 +397,12 @@ def _patched(
             dynamo_config.patch(
                 ignore_logging_functions=_said_once(),
                 skip_nnmodule_hook_guards=False,
-                recompile_limit=limit,
+                # A gradient taken inside the forward is part of the graph.
+                trace_autograd_ops=True,
+                # NumPy's draws are NumPy's: traced, they would be torch's.
+                use_numpy_random_stream=True,
+                recompile_limit=limit or SIGNATURES,
+                capture_scalar_outputs=numbers,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
             varying.patch(dynamic_sources=",".join(sorted(counters))),
@@ -660,7 +713,7 @@ def user_error(error: BaseException) -> BaseException | None:
 def capture_failure(error: BaseException) -> str | None:
     """Return why Dynamo could not trace, with the user's line, or None for another error."""
     if isinstance(error, FailOnRecompileLimitHit):
-        return f"it has been captured for {_SIGNATURES} kinds of input, which is the limit"
+        return f"it has been captured for {SIGNATURES} kinds of input, which is the limit"
     if not isinstance(error, TorchDynamoException):
         return None
     text = str(error)
@@ -683,6 +736,34 @@ def autograd_refusal(error: BaseException) -> RuntimeError | None:
         if type(inner) is RuntimeError and "modified by an inplace operation" in str(inner):
             return inner
         seen = inner.__cause__ or inner.__context__
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device's allocator could not serve a request."""
+    refused = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
+    return refused or isinstance(error, torch.OutOfMemoryError)
+
+
+def failed_run(error: BaseException, names: Collection[str]) -> tuple[str, int] | None:
+    """Return which run of an operation failed in generated code, or the last before it that is
+    known: its name, and how often it had run before. None where the error comes from elsewhere.
+    """
+    found: tuple[types.FrameType, int] | None = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):
+            found = frame, line
+    if found is None:
+        return None
+    frame, line = found
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    for text in reversed(lines[:line]):
+        made = _MADE.match(text)
+        if made is None:
+            continue
+        name, again = made.groups()
+        if name in names:
+            return name, int(again or 0)
     return None
 
 
@@ -718,15 +799,49 @@ def is_operator_error(error: BaseException) -> bool:
 
 
 def runs_elsewhere() -> bool:
-    """Return whether a call must run plainly: under the user's own mode, or under functorch."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or any(
-        not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    """Return whether a call must run plainly: under the user's own mode, under functorch, or where
+    gradients go forward.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
     )
+
+
+def unguarded(model: nn.Module) -> Callable[[], list[Any]]:
+    """Return a function for what a trace of the model takes for granted and does not guard on.
+
+    These are the forwards of its modules' classes and the hooks of all modules. The function is
+    called before each forward: it is cheap.
+    """
+    classes = list({type(module) for module in model.modules()})
+    hooks = [value for name, value in vars(modules).items() if _GLOBAL_HOOKS.match(name)]
+
+    def now() -> list[Any]:
+        return [*(cls.forward for cls in classes), *(h for one in hooks for h in one.values())]
+
+    return now
+
+
+def has_lazy_parameters(model: nn.Module) -> bool:
+    """Return whether some of the model's parameters get their shape at its first forward."""
+    return any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())
 
 
 def in_backward() -> bool:
     """Return whether autograd is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward keeps its graph, so that it may run again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and Python objects hold a tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def leaves_of_running_node() -> list[torch.Tensor | None]:
@@ -1089,7 +1204,8 @@ class AllocationTracker(_Onlooker):
 class OperatorMode(_Onlooker):
     """While entered, hands every operator to a method that runs it: ``see(name, run, inputs)``.
 
-    The method's owner is held weakly.
+    Not views, which read nothing and of which no backward needs a value. The method's owner is
+    held weakly.
     """
 
     def __init__(self, see: Callable[[str, Callable[[], Any], list[torch.Tensor]], Any]) -> None:
@@ -1101,7 +1217,9 @@ class OperatorMode(_Onlooker):
             return func(*args, **(kwargs or {}))
 
         see = self.see()
-        return run() if see is None else see(str(func), run, _strided((args, kwargs)))
+        if see is None or func.is_view:
+            return run()
+        return see(str(func), run, _strided((args, kwargs)))
 
 
 def _strided(value: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from autockpt import _torch
 from autockpt._torch import JointGraph
 from autockpt.copies import drop_copies
+from autockpt.out_of_memory import OutOfMemory
 from autockpt.tangents import assumed_absent, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
 
@@ -369,6 +370,8 @@ def traced(
     except Exception as error:
         _torch.forget_context(error, ambient)
         own = _torch.user_error(error)
+        if isinstance(own, OutOfMemory):
+            raise
         if own is not None:
             raise own.with_traceback(None) from None
         refusal = _torch.autograd_refusal(error)

@@ -20,13 +20,14 @@ from autockpt.backwards import Versions, versions
 from autockpt.capture import Capture
 from autockpt.device import Device
 from autockpt.formulate import Around
+from autockpt.out_of_memory import Place, explained
 from autockpt.planning import Made
 from autockpt.roofline import Modelled
 from autockpt.tangents import tensors
 from autockpt.unforeseen import unforeseen_backward
 from autockpt_solvers.plan import Plan
 
-__all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders"]
+__all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders", "shape_free_key"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ def graph_key(joint: _torch.JointGraph) -> str:
     for node in joint.module.graph.nodes:
         shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors(node)]
         digest.update(repr((node.name, str(node.target), shapes)).encode())
+    return digest.hexdigest()
+
+
+def shape_free_key(joint: _torch.JointGraph) -> str:
+    """Return a digest in which graphs of one model that differ in sizes alone agree."""
+    digest = hashlib.sha256()
+    for node in joint.module.graph.nodes:
+        digest.update(repr((node.name, str(node.target))).encode())
     return digest.hexdigest()
 
 
@@ -196,6 +205,25 @@ class Graph(_torch.Watch):
             for value, ref in zip(user, self._outputs, strict=True)
         ]
 
+    def place(self, operation: int) -> Place:
+        """Return where one of this graph's operations stands in the plan of the whole step."""
+        return self.made.plan, operation
+
+    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the forward graph."""
+        return self._run(run, args)
+
+    def _run(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run generated code; where memory is not enough, say so in the plan's terms."""
+        try:
+            return run(args)
+        except RuntimeError as error:
+            operations = self.made.formulation.problem.operations
+            told = explained(error, {op.name: i for i, op in enumerate(operations)}, self.place)
+            if told is None:
+                raise
+            raise told from error
+
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward that fits the tangents that have arrived."""
         count = len(self.captured.joint.tangents)
@@ -205,13 +233,13 @@ class Graph(_torch.Watch):
         if first:
             self._read_counter(args[end - count : end], absent)
         if absent == self.captured.absent:
-            gradients = run(args)
+            gradients = self._run(run, args)
         else:
             if absent not in self._others:
                 self._others[absent] = _torch.boxed(
                     unforeseen_backward(self.joint, absent, self.saved)
                 )
-            gradients = self._others[absent](args)
+            gradients = self._run(self._others[absent], args)
         if first:
             self._see_what_is_left()
         return gradients

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autockpt import _torch
+from autockpt.allocator import AllocatorReport, allocator_report, reset_peaks
 from autockpt.device import placement
 from autockpt_solvers.chrome import Point, write_chrome_trace
 from autockpt_solvers.errors import InputError
@@ -51,6 +52,7 @@ class Measurement:
         compared: for each run of the plan's schedule that was recognised the bytes while it lasts.
         plan: the plan the step ran under, where there is one.
         snapshot: torch's own snapshot of the allocator, on CUDA.
+        allocator: what the allocator reserved for it, on CUDA.
     """
 
     timeline: tuple[Point, ...]
@@ -60,6 +62,7 @@ class Measurement:
     compared: tuple[Compared, ...] = ()
     plan: Plan | None = None
     snapshot: Any = None
+    allocator: AllocatorReport | None = None
 
     def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the measured timeline, and the plan's, for chrome://tracing or Perfetto.
@@ -103,10 +106,11 @@ def measure(step: Callable[[], Any], model: nn.Module | None = None) -> Measurem
     if model is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
     onlooker = _Onlooker(device)
-    snapshot = None
+    snapshot = allocator = None
     ranges: list[_torch.NamedRange] = []
     if device.type == "cuda":
         snapshot = _torch.cuda_history(lambda: onlooker.watch(step), device)
+        allocator = onlooker.report()
         events = _cuda_events(snapshot, device)
     else:
         events, ranges = _torch.watched_step(lambda: onlooker.watch(step))
@@ -137,6 +141,7 @@ def measure(step: Callable[[], Any], model: nn.Module | None = None) -> Measurem
         compared,
         plan,
         snapshot,
+        allocator,
     )
 
 
@@ -148,6 +153,14 @@ class _Onlooker:
         self.names: list[str] = []
         self.highs: dict[int, int] = {}
         self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self.peaks = (0, 0)  # the allocator's own figures begin anew at each operator
+
+    def report(self) -> AllocatorReport:
+        """Return what CUDA's allocator held at most during the step."""
+        now = allocator_report(self.device)
+        allocated = max(self.peaks[0], now.peak_allocated_bytes)
+        reserved = max(self.peaks[1], now.peak_reserved_bytes)
+        return replace(now, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved).advised()
 
     def watch(self, step: Callable[[], Any]) -> None:
         with _torch.OperatorMode(self.see):
@@ -157,12 +170,14 @@ class _Onlooker:
         number = len(self.names)
         self.names.append(name)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            reset_peaks(self.device)
             try:
                 return run()
             finally:
-                peak = torch.cuda.max_memory_allocated(self.device)
-                self.highs[number] = peak - self.before
+                report = allocator_report(self.device)
+                self.highs[number] = report.peak_allocated_bytes - self.before
+                own = (report.peak_allocated_bytes, report.peak_reserved_bytes)
+                self.peaks = max(self.peaks[0], own[0]), max(self.peaks[1], own[1])
         with _torch.named_range(str(number)):
             return run()
 

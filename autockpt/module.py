@@ -22,19 +22,23 @@ from torch.optim import Optimizer
 
 from autockpt import _torch
 from autockpt.accumulate import Accumulating
+from autockpt.arena import Memory, in_arena
 from autockpt.backwards import guard_backward
 from autockpt.capture import Capture, capture, read_joint, traced, training
 from autockpt.choose import Choice, add_time_s, choose
 from autockpt.device import Device, device_of, placement
 from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
-from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
+from autockpt.given import OF_A_LARGER
+from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders, shape_free_key
 from autockpt.losses import Weight
+from autockpt.out_of_memory import OutOfMemory
 from autockpt.planning import (
     Made,
     Options,
     budget_of,
     make_plan,
+    make_smaller,
     no_limit,
     options_of,
     smallest,
@@ -111,7 +115,9 @@ def optimize(
         recompute: patterns of module paths whose inner results are not kept.
         inplace: whether an operation may be written over a tensor that dies there, where that is
             proved to change nothing.
-        arena: None or False; the memory pool is not part of this release.
+        arena: whether the step's tensors have fixed places in one block of memory that is allocated
+            once, as far as their operators can write there; None is False. A model of several
+            graphs has none.
         fullgraph: a model that does not capture as one graph is an error; else it runs as several
             graphs under the one budget, planned when a first step has shown them.
         plan: a plan, or the file of one, to use instead of searching.
@@ -130,8 +136,6 @@ def optimize(
     device_of(placement(model))
     if backend != "eager":
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
-    if arena:
-        raise InputError("arena is not part of this release: leave it at its default.")
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
     accumulate = check_accumulate(accumulate)
@@ -146,6 +150,7 @@ def optimize(
         given=plan,
         fullgraph=fullgraph,
         inplace=inplace,
+        arena=bool(arena),
     )
     handle = Handle(model, options, optimizer, progress, loss_fn=loss_fn, accumulate=accumulate)
     if example_inputs is not None or example_kwargs is not None:
@@ -206,12 +211,17 @@ class Handle:
         self._compiled: Callable[..., Any] | None = None
         self._several: Several | None = None
         self._known: dict[str, Known] = {}
+        self._like: dict[str, dict[str, None]] = {}  # graphs that differ in their sizes alone
         self._graphs: list[Graph] = []
         self._inputs: Any = None
         self._started = 0.0
         self._warned = False
         self._counters: frozenset[str] = frozenset()
         self._counts = True
+        self._begun, self._captures = False, 0
+        self._unguarded: Callable[[], list[Any]] = list
+        self._taken_for_granted: list[Any] = []
+        self._memory: Memory | None = None
 
     # -------------------------------------------------------------- on and off the model
 
@@ -231,6 +241,8 @@ class Handle:
             graph.stop_watching()
         if self._several is not None:
             self._several.end()
+        if self._memory is not None:
+            self._memory.release()
         for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
             if name in _SHORT_CUTS and not self._may_show(name):
                 continue
@@ -246,7 +258,10 @@ class Handle:
         return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
 
     def _explained(self, plan: Plan) -> Plan:
-        """The plan with the choice of the micro-batches it is for, where there was one."""
+        """The plan with what it is one of, and the choice of the micro-batches it is for."""
+        if self._graphs:
+            captures = f"{len(self._graphs)} of at most {_torch.SIGNATURES}"
+            plan = replace(plan, origin={**plan.origin, "captures": captures})
         if self._choice is None:
             return plan
         sizes = self._choice.sizes
@@ -290,10 +305,13 @@ class Handle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward: under its plan where it trains, plainly elsewhere."""
         model = self.model
-        plain = not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling()
-        if plain or _torch.runs_elsewhere():
+        plain = not (model.training and torch.is_grad_enabled())
+        if not plain and torch.compiler.is_compiling():
+            plain = _traced_by_others(type(model).__name__)
+        if plain or _torch.runs_elsewhere() or self._awaits_shapes():
             return model._call_impl(*args, **kwargs)
         _torch.leave_what_is_left_behind()
+        self._trace_anew_where_code_has_changed()
         if self._several is not None:
             return self._run_several(args, kwargs)
         for graph in self._graphs:
@@ -304,6 +322,8 @@ class Handle:
             self._inputs = (args, kwargs)
             self._revise()
             output = self._traced(args, kwargs)
+        except OutOfMemory:
+            raise  # of the step, not of its planning
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
@@ -335,6 +355,22 @@ class Handle:
             graph.read = []
         return output
 
+    def _awaits_shapes(self) -> bool:
+        """Whether this forward is the one in which parameters get their shapes."""
+        return not self._begun and _torch.has_lazy_parameters(self.model)
+
+    def _trace_anew_where_code_has_changed(self) -> None:
+        if self._begun and self._unguarded() != self._taken_for_granted:
+            self._renew()
+            self._graphs = []
+            if self._several is not None:
+                self._several.forget()
+        captures = len(self._graphs) + (self._several.captures if self._several else 0)
+        if not self._begun or captures != self._captures:  # the model may have new modules
+            self._unguarded = _torch.unguarded(self.model)
+        self._begun, self._captures = True, captures
+        self._taken_for_granted = self._unguarded()
+
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the compiled forward, and compile it first where that is to be done.
 
@@ -349,6 +385,8 @@ class Handle:
         self._started = time.perf_counter()
         try:
             output = traced(self.model, self._compiled, args, kwargs)
+        except OutOfMemory:
+            raise
         except AutockptError:
             if not self._counters:
                 raise
@@ -597,16 +635,35 @@ class Handle:
         self, joint: _torch.JointGraph
     ) -> tuple[fx.GraphModule, fx.GraphModule, _torch.Watch]:
         key = graph_key(joint)
-        captured, known, made = self._planned(joint, key)
+        captured, known, made = self._from_a_larger(joint, key) or self._planned(joint, key)
+        self._like.setdefault(shape_free_key(joint), {})[key] = None
         started = time.perf_counter()
         known, made, forward, backward = self._written(joint, captured, known, made)
+        lent, origin = None, made.plan.origin
+        if self.options.arena:
+            plan = made.plan
+            self._memory = self._memory or Memory(placement(self.model))
+            parts = (forward, backward, made.formulation, plan.schedule)
+            lent, said = in_arena(*parts, self._memory, plan.budget_bytes)
+            origin = {**origin, "arena": said}
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
-        made = Made(replace(made.plan, stages_s=stages), made.formulation)
+        made = Made(replace(made.plan, stages_s=stages, origin=origin), made.formulation)
+        _LOG.info(
+            "captured %d of at most %d kinds of input; planned in %.1f s, the plan %s",
+            len(self._graphs) + 1,
+            _torch.SIGNATURES,
+            sum(stages.values()),
+            made.plan.origin.get("plan", "solved"),
+        )
         graph = Graph(key, joint, captured, known, made, self._device())
         graph.saved = saved_placeholders(backward, captured)
         self._graphs.append(graph)
         self._show(made.plan)
-        return forward, backward, Accumulating(graph, backward, captured, self._asks_to_add())
+        watch = Accumulating(graph, backward, captured, self._asks_to_add())
+        if lent is None:
+            return forward, backward, watch
+        lent.inner = watch
+        return forward, backward, lent
 
     def _asks_to_add(self) -> Callable[[], bool]:
         """Whether a step asks for gradients to be added in the graph: for compiled code, which
@@ -652,6 +709,39 @@ class Handle:
         if known.plan is not None:
             again = self._unchanged(captured, known.around, known.plan)
         return captured, known, again or self._settled(captured, known.around)
+
+    def _from_a_larger(
+        self, joint: _torch.JointGraph, key: str
+    ) -> tuple[Capture, Known, Made] | None:
+        """Plan a graph that differs in its sizes alone from a larger one as that is planned."""
+        if key in self._known or self.options.given is not None:
+            return None
+        known = {graph.key: graph.known() for graph in self._graphs}
+        candidates = [
+            (found, found.plan)
+            for other in self._like.get(shape_free_key(joint), {})
+            if (found := known.get(other) or self._known.get(other)) and found.plan is not None
+        ]
+        for larger, plan in sorted(candidates, key=lambda one: one[1].baseline_peak_bytes):
+            captured = read_joint(joint, larger.absent)
+            now = self._around()
+            around = replace(
+                larger.around,  # the loss takes no more than there; the first step shows how much
+                resident_bytes=now.resident_bytes,
+                gradients_exist=now.gradients_exist,
+                accumulates=now.accumulates,
+            )
+            made = make_smaller(
+                captured,
+                around,
+                self.options,
+                self._device(),
+                plan,
+                capture_s=time.perf_counter() - self._started,
+            )
+            if made is not None:
+                return captured, Known(around, captured.absent), made
+        return None
 
     def _guessed(self, captured: Capture) -> tuple[Known, Made]:
         around = self._around()
@@ -740,7 +830,11 @@ class Handle:
         same = self._unchanged(graph.captured, around, graph.made.plan)
         made = same
         # A plan of the user's stays; one of ours may be able to do better now.
-        better = self.options.given is None and graph.made.plan.extra_time_s > 0
+        better = (
+            self.options.given is None
+            and graph.made.plan.extra_time_s > 0
+            and graph.made.plan.origin.get("plan") != OF_A_LARGER
+        )
         if made is None or better or not self._within_budget(made.plan):
             made = self._settled(graph.captured, around)
         if same is not None and made.plan.schedule == same.plan.schedule:
@@ -752,18 +846,28 @@ class Handle:
 
     def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:
         """The plan's schedule on the step as it is known now; None where it is not possible."""
-        try:
-            made = make_plan(
-                captured,
-                around,
-                replace(no_limit(self.options), given=plan),
-                self._device(),
-                model_name=type(self.model).__name__,
-                capture_s=plan.stages_s.get("capture", 0.0),
-                progress=self.progress,
+        free, device = no_limit(self.options), self._device()
+        capture_s = plan.stages_s.get("capture", 0.0)
+        made: Made | None
+        if plan.origin.get("plan") == OF_A_LARGER:
+            made = make_smaller(
+                captured, around, free, device, plan, capture_s=capture_s, again=True
             )
-        except PlanMismatch:  # it relied on what the user turned out not to hold
-            return None
+            if made is None:
+                return None
+        else:
+            try:
+                made = make_plan(
+                    captured,
+                    around,
+                    replace(free, given=plan),
+                    device,
+                    model_name=type(self.model).__name__,
+                    capture_s=capture_s,
+                    progress=self.progress,
+                )
+            except PlanMismatch:  # it relied on what the user turned out not to hold
+                return None
         budget_bytes = budget_of(self.options, self._device())
         return Made(replace(made.plan, budget_bytes=budget_bytes), made.formulation)
 
@@ -806,6 +910,17 @@ class Handle:
 
 def _read(joint: _torch.JointGraph) -> tuple[str, Capture]:
     return graph_key(joint), read_joint(joint)
+
+
+@_torch.while_tracing
+def _traced_by_others(name: str) -> bool:
+    """Say that a model runs as part of what somebody else compiles. Returns True."""
+    _LOG.warning(
+        "%s is traced by torch.compile, or within another optimised model: it runs without a plan "
+        "of its own. Optimise the outermost module, and do not compile around it.",
+        name,
+    )
+    return True
 
 
 def _has_gradients(model: nn.Module) -> bool:

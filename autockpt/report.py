@@ -10,6 +10,7 @@ from typing import Any
 from autockpt.per_module import per_module
 from autockpt_solvers.decisions import Decision
 from autockpt_solvers.plan import Plan
+from autockpt_solvers.schedule import Compute
 from autockpt_solvers.units import format_bytes, format_seconds
 
 __all__ = ["percent", "proved_percent", "report_dict", "report_text"]
@@ -42,6 +43,8 @@ def report_dict(plan: Plan) -> dict[str, Any]:
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "minimum_bytes": plan.minimum_bytes,
         "resident_bytes": plan.problem.resident_bytes,
+        "arena_bytes": plan.placement.arena_bytes,
+        "arena_live_bytes": plan.placement.live_bytes,
         "step_time_s": plan.step_time_s,
         "baseline_time_s": plan.baseline_time_s,
         "extra_time_s": plan.extra_time_s,
@@ -86,6 +89,14 @@ def _memory(plan: Plan) -> list[str]:
         rows.append(_bytes_row("minimum", plan.minimum_bytes, note))
     note = "throughout the step: parameters, buffers, inputs, optimizer state"
     rows.append(_bytes_row("resident", plan.problem.resident_bytes, note))
+    arena, lost = plan.placement, math.ceil((plan.placement.fragmentation - 1) * 1e4 - 1e-6) / 1e2
+    note = f"{lost:.2f} % above what is alive at once: all that one arena could hold, placed in it"
+    rows.append(_bytes_row("arena", arena.arena_bytes, note))
+    over = [s.over for s in plan.schedule.steps if isinstance(s, Compute) and s.over is not None]
+    if over:
+        size_bytes = sum(plan.problem.storages[storage].size_bytes for storage in over)
+        note = f"in {len(over)} operations, each written over a tensor that dies there"
+        rows.append(_bytes_row("in place", size_bytes, note))
     return ["Memory", *_table(rows, "<>><")]
 
 

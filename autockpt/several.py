@@ -23,6 +23,7 @@ from autockpt.device import Device
 from autockpt.formulate import Around, Formulation, formulate
 from autockpt.graphs import Graph, Known, graph_key, saved_placeholders
 from autockpt.joined import Joined, Member, join
+from autockpt.out_of_memory import Place
 from autockpt.parts import Mode, Part, own_children
 from autockpt.planning import Made, Options, budget_of, origin_of, solved
 from autockpt.profile import profile
@@ -33,7 +34,7 @@ from autockpt.unforeseen import lacking
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.schedule import Schedule
+from autockpt_solvers.schedule import Schedule, free_early
 
 __all__ = ["Several"]
 
@@ -62,6 +63,8 @@ class Several:
         parts: its modules that are captured on their own.
         inside: whether a training forward of the model is running.
         plan: the plan of the whole step; None until one step was recorded.
+        captures: the number of graphs captured so far.
+        places: for each graph of that plan: its own operation -> the plan's.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Several:
         self.inside = False
         self.plan: Plan | None = None
         self.captures = 0
+        self.places: dict[Key, dict[int, int]] = {}
         self._decided: dict[Key, _Decided] = {}
         self._seen: set[tuple[bool, tuple[Key, ...]]] = set()
         self._running: list[Key] = []
@@ -94,6 +98,11 @@ class Several:
         for part in self.parts.values():
             part.detach()
         self.parts = {}
+
+    def forget(self) -> None:
+        """Drop all graphs: they are traced anew, and planned under what is decided about them."""
+        for part in self._all_parts():
+            part.forget()
 
     # -------------------------------------------------------------- what parts ask for
 
@@ -117,12 +126,15 @@ class Several:
         key = (part.path, call, graph_key(joint))
         decided = self._decided.get(key, _Decided(frozenset(), None))
         captured = read_joint(joint, decided.absent)
-        formulation = self._formulated(captured, type(part.module).__name__)
-        schedule = decided.schedule or _least_kept(formulation.problem)
-        forward, backward = rewrite(formulation, schedule)
-        lacks = lacking(joint, saved_placeholders(backward, captured)) if captured.absent else []
-        if lacks:
-            forward, backward = rewrite(formulation, schedule, lacks)
+        in_case: tuple[str, ...] = ()
+        while True:
+            formulation = self._formulated(captured, type(part.module).__name__, in_case)
+            schedule = _of(formulation.problem, decided.schedule)
+            forward, backward = rewrite(formulation, schedule, in_case)
+            lacks = lacking(joint, saved_placeholders(backward, captured))
+            if not captured.absent or not set(lacks) - set(in_case):
+                break
+            in_case = tuple(sorted({*in_case, *lacks}))
         plan = Plan(
             formulation.problem,
             schedule,
@@ -216,7 +228,7 @@ class Several:
             return
         recorder.leave()
         record = recorder.record
-        keys = tuple(piece.place for piece in record.sequence)
+        keys = tuple(piece.key_in_step for piece in record.sequence)
         if not record.complete:
             return
         self._seen.add((self._recorded.gradients_exist, keys))
@@ -227,8 +239,10 @@ class Several:
 
     def _learn(self, record: Record) -> None:
         """Plan a recorded step, and let the graphs follow where their part of it has changed."""
-        absent = {e.graph.place: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD}
-        members = [self._member(piece, absent.get(piece.place)) for piece in record.sequence]
+        absent = {
+            e.graph.key_in_step: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD
+        }
+        members = [self._member(piece, absent.get(piece.key_in_step)) for piece in record.sequence]
         around = self._recorded
         joined = join(
             record,
@@ -246,11 +260,14 @@ class Several:
                 plan.origin["unoptimised"],
             )
         self.plan = plan
+        self.places = dict(
+            zip((p.key_in_step for p in record.sequence), joined.places, strict=True)
+        )
         stale: set[Part | None] = set()
         for number, (piece, member) in enumerate(zip(record.sequence, members, strict=True)):
             schedule = joined.own(plan.schedule, number, member.formulation)
             decided = _Decided(member.formulation.capture.absent, schedule)
-            self._decided[piece.place] = decided
+            self._decided[piece.key_in_step] = decided
             if (piece.captured.absent, piece.made.plan.schedule) != (
                 decided.absent,
                 decided.schedule,
@@ -262,16 +279,18 @@ class Several:
 
     def _member(self, piece: _Piece, absent: frozenset[int] | None) -> Member:
         if absent is None or absent == piece.captured.absent:
-            return Member(piece.made.formulation, piece.place[0])
+            return Member(piece.made.formulation, piece.key_in_step[0])
         captured = read_joint(piece.joint, absent)
         formulation = self._formulated(captured, piece.made.formulation.problem.name)
-        return Member(formulation, piece.place[0])
+        return Member(formulation, piece.key_in_step[0])
 
-    def _formulated(self, captured: Capture, name: str) -> Formulation:
+    def _formulated(
+        self, captured: Capture, name: str, in_case: tuple[str, ...] = ()
+    ) -> Formulation:
         return formulate(
             captured,
             profile(captured, self.device),
-            Around(),
+            Around(in_case=in_case),
             state_bytes=state_bytes(self.device.kind),
             name=name,
             inplace=self.options.inplace,
@@ -299,10 +318,11 @@ def _in_short(reason: str) -> str:
     return lines[0] if lines else reason
 
 
-def _least_kept(problem: Problem) -> Schedule:
-    """Return the schedule that keeps nothing it can recompute."""
-    demand = Demand(problem)
-    return stage_schedule(problem, on_demand(demand, frozenset()))
+def _of(problem: Problem, decided: Schedule | None) -> Schedule:
+    """Return what is decided for a problem; else the schedule that keeps the least it can."""
+    if decided is None:
+        return stage_schedule(problem, on_demand(Demand(problem), frozenset()))
+    return free_early(problem, decided.forward_computes, decided.backward_computes)
 
 
 class _Piece(Graph):
@@ -321,21 +341,36 @@ class _Piece(Graph):
         super().__init__(key[2], joint, captured, known, made, owner.device)
         # Torch keeps compiled code as long as there are the parts: it must not keep them.
         self._owner, self._part = weakref.ref(owner), weakref.ref(part)
-        self.place = key
+        self.key_in_step = key
         self.arrived: frozenset[int] = captured.absent
 
     def part(self) -> Part | None:
         """Return the part that it belongs to; None where that is gone."""
         return self._part()
 
+    def place(self, operation: int) -> Place:
+        """Return where it stands in the plan of all graphs, once there is one."""
+        owner = self._owner()
+        places = {} if owner is None else owner.places.get(self.key_in_step, {})
+        if owner is None or owner.plan is None or operation not in places:
+            return super().place(operation)
+        return owner.plan, places[operation]
+
     def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the forward, under the eyes of the recorder where there is one."""
         owner = self._owner()
         if owner is not None:
-            owner.ran(self.place)
+            owner.ran(self.key_in_step)
         if owner is None or owner.recorder is None:
-            return run(args)
-        return owner.recorder.forward(self, run, args, len(self.captured.outputs))
+            return super().run_forward(run, args)
+
+        def run_it(args: list[Any]) -> Any:
+            return super(_Piece, self).run_forward(run, args)
+
+        saved = {placeholder.name for placeholder in self.saved}
+        primals = enumerate(self.captured.joint.primals)
+        own = [position for position, primal in primals if primal.name in saved]
+        return owner.recorder.forward(self, run_it, args, len(self.captured.outputs), own)
 
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward, under the eyes of the recorder where there is one."""

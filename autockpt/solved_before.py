@@ -20,7 +20,7 @@ from autockpt_solvers.units import format_bytes
 __all__ = ["Question", "recall", "remember"]
 
 # What a problem says for people only.
-_WORDS = {"name", "kind", "module_path", "source", "outside"}
+_WORDS = {"name", "kind", "module_path", "source", "outside", "kept_out"}
 
 
 class Question:

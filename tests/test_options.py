@@ -10,7 +10,7 @@ from torch import nn
 import autockpt
 
 
-@pytest.mark.parametrize("options", [{"accumulate": "all"}, {"loss_fn": 3}, {"arena": True}])
+@pytest.mark.parametrize("options", [{"accumulate": "all"}, {"loss_fn": 3}])
 def test_what_is_not_there_is_refused_and_leaves_the_model_alone(options: dict[str, Any]) -> None:
     model = nn.Linear(2, 2)
     before = dict(vars(model))

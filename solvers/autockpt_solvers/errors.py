@@ -14,7 +14,9 @@
     ├── PlanFormatError (ValueError)  a file is not a plan of a version this release reads
     ├── StepError                     step, micro_step or flush cannot be taken now
     ├── ScheduleError                 a schedule breaks a dependency or a rule of the problem
-    └── SolverError                   a method failed, or was asked for something it cannot do
+    ├── SolverError                   a method failed, or was asked for something it cannot do
+    └── OutOfMemory                   a step ran out of memory; defined beside torch, whose
+                                      OutOfMemoryError it is as well
 
 Each message says what was found and what to do next.
 """

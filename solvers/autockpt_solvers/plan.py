@@ -20,6 +20,7 @@ from autockpt_solvers.chrome import Point, write_chrome_trace
 from autockpt_solvers.decisions import Decision, decide
 from autockpt_solvers.errors import PlanFormatError, ScheduleError
 from autockpt_solvers.memory import Trace, live_storages, simulate
+from autockpt_solvers.placement import Placement, blocks_of, place
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Compute, Free, Schedule, free_early
 from autockpt_solvers.timeline import TimelinePoint, trace_timeline
@@ -121,6 +122,11 @@ class Plan:
             op = self.problem.operations[self.problem.producer[index]]
             tensors.append(PeakTensor(storage.name, op.module_path, op.source, storage.size_bytes))
         return tuple(tensors)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the step's blocks of memory would lie in one arena, without what the user sees."""
+        return place(blocks_of(self.problem, self.schedule))
 
     # ---------------------------------------------------------------- time
 

@@ -20,12 +20,14 @@ from autockpt_solvers.problem import Operation, Problem
 from autockpt_solvers.schedule import Compute, Schedule
 from autockpt_solvers.solution import Outcome, Solution, with_bound
 
-__all__ = ["accept_smallest", "checked", "peak_parts", "solve"]
+__all__ = ["accept_smallest", "alive", "checked", "peak_parts", "solve", "with_origin"]
 
 # Binaries beyond which the integer program does not close what the local search leaves open.
 ILP_LIMIT = 20_000
 # Up to so many forward operations greedy costs next to nothing and makes a start of its own.
 GREEDY_FIRST = 300
+# Part of the time limit for a method that is asked for; the rest is for the bound on its answer.
+OWN = 0.9
 # Gaps, as parts of the step: one at which the search ends, and one for which the integer program
 # gets only so many seconds.
 CLOSE, MODEST, MODEST_S = 5e-4, 3e-3, 3.0
@@ -80,7 +82,7 @@ def solve(
         found = _auto(problem, budget_bytes, started + time_limit_s, say)
     else:
         try:
-            found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
+            found = METHODS[method](problem, budget_bytes, time_limit_s=OWN * time_limit_s)
         except SolverError:
             if budget_bytes is not None:
                 left_s = started + time_limit_s - time.perf_counter()
@@ -207,19 +209,27 @@ def peak_parts(problem: Problem, schedule: Schedule) -> tuple[tuple[str, int], .
     The bytes add up to the peak.
     """
     trace = simulate(problem, schedule)
-    parts = []
-    for storage in live_storages(problem, schedule, trace.peak_step):
-        op = problem.operations[problem.producer[storage]]
-        name = _with_origin(problem.storages[storage].name, op)
-        parts.append((name, problem.storages[storage].size_bytes))
+    parts = list(alive(problem, schedule, trace.peak_step))
     step = schedule.steps[trace.peak_step] if schedule.steps else None
     if isinstance(step, Compute):
         op = problem.operations[step.operation]
-        parts.append((f"workspace of {_with_origin(op.name, op)}", op.workspace_bytes))
-    parts.append(("parameters, buffers, inputs and optimizer state", problem.resident_bytes))
+        parts.append((f"workspace of {with_origin(op.name, op)}", op.workspace_bytes))
     return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
 
 
-def _with_origin(name: str, op: Operation) -> str:
+def alive(problem: Problem, schedule: Schedule, step: int) -> tuple[tuple[str, int], ...]:
+    """Return what lives when a step of a schedule is done, as names for people and bytes, largest
+    first; before the first step at -1.
+    """
+    parts = [("parameters, buffers, inputs and optimizer state", problem.resident_bytes)]
+    for storage in live_storages(problem, schedule, step):
+        op = problem.operations[problem.producer[storage]]
+        name = with_origin(problem.storages[storage].name, op)
+        parts.append((name, problem.storages[storage].size_bytes))
+    return tuple(sorted((part for part in parts if part[1]), key=lambda part: -part[1]))
+
+
+def with_origin(name: str, op: Operation) -> str:
+    """Return a name with the module and the line it comes from, where they are known."""
     origin = ", ".join(part for part in (op.module_path, op.source) if part)
     return f"{name} ({origin})" if origin else name
