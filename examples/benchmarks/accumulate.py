@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time as clocks
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,9 @@ def time(name: str, options: argparse.Namespace) -> None:
     build = MODELS[name]
     for parts in (1, 2, 4, 8):
         loop, ours = hand_written(build, parts)[2], stepped(build, parts, None, 1.0)[2]
-        times = measure_times({"loop": loop, "step": ours}, rounds=options.rounds)
+        times = measure_times(
+            {"loop": loop, "step": ours}, rounds=options.rounds, clock=options.clock
+        )
         ratio, spread = pair_ratio(times["step"], times["loop"])
         print(
             f"time   {name:<7} k={parts}: loop {times['loop'].median_s / BATCH * 1e3:.2f} ms a "
@@ -175,7 +178,9 @@ def auto(name: str, options: argparse.Namespace) -> None:
         except InfeasibleBudget as error:
             print(f"auto   {name:<7} {share:.2f}: needs {error.minimum_bytes / MIB:.1f} MiB")
             continue
-        times = measure_times({**contenders, "auto": step}, rounds=options.rounds)
+        times = measure_times(
+            {**contenders, "auto": step}, rounds=options.rounds, clock=options.clock
+        )
         best = min(contenders, key=lambda parts: times[parts].median_s)
         ratio, spread = pair_ratio(times["auto"], times[best])
         each = ", ".join(f"{p}: {times[p].median_s / BATCH * 1e3:.2f}" for p in contenders)
@@ -206,7 +211,11 @@ def seed(name: str, options: argparse.Namespace) -> None:
     peak = peak_of((ours, own, step), (x, y))
     loop = hand_written(build, BATCH // MICRO)
     loop_peak = peak_of(loop, (x, y))
-    times = measure_times({"batch 4": plain, "loop": loop[2], "step": step}, rounds=options.rounds)
+    times = measure_times(
+        {"batch 4": plain, "loop": loop[2], "step": step},
+        rounds=options.rounds,
+        clock=options.clock,
+    )
     against, spread = pair_ratio(times["batch 4"], times["step"])
     beside, beside_spread = pair_ratio(times["loop"], times["step"])
     print(
@@ -243,6 +252,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="budgets of auto: shares of what the whole batch at once adds to resident memory",
     )
     parser.add_argument("--rounds", type=int, default=7, help="timing rounds")
+    parser.add_argument(
+        "--cpu-time",
+        dest="clock",
+        action="store_const",
+        const=clocks.process_time,
+        default=clocks.perf_counter,
+        help="count this process's own time, on a machine that others use as well",
+    )
     parser.add_argument("--time-limit", type=float, default=3.0, help="for the solver, seconds")
     return parser.parse_args(argv)
 
