@@ -16,6 +16,7 @@ import re
 import threading
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -50,6 +52,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph_module import _forward_from_src
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import (
@@ -60,6 +63,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "SIGNATURES",
     "AllocationTracker",
     "AllocatorEvent",
     "FakeTensor",
@@ -122,7 +126,7 @@ __all__ = [
 ]
 
 # Kinds of input one model is captured for before it runs plainly on further ones.
-_SIGNATURES = 64
+SIGNATURES = 64
 # The same for a frame that a graph broke in.
 _RESUMED = 3
 # A line of generated code: addmm_3_again_1 = torch.ops.aten.addmm.default(...)
@@ -273,24 +277,33 @@ def compile_forward(
 
 
 def compile_pieces(
-    model: nn.Module, partition: Partition, given_up: set[str], skipped: Callable[[], None]
+    model: nn.Module,
+    partition: Partition,
+    given_up: set[str],
+    skipped: Callable[[bool], None],
+    *,
+    numbers: bool,
 ) -> Callable[..., Any]:
     """Return a callable that runs ``model.forward`` as several graphs, with plain Python between.
 
     Where Dynamo cannot trace on, a graph ends; what it cannot trace runs plainly, and so does
     everything called from there. ``partition`` is called with each graph in turn. Where nothing of
-    a frame can be traced (a loop with a break inside), ``skipped`` is called and it runs plainly.
+    a frame can be traced (a loop with a break inside), it runs plainly, and ``skipped`` is called
+    with whether that is one behind a break.
 
-    ``given_up`` takes the names of frames behind a break that cannot be traced any more: a number
-    read from a tensor is guarded on by its value, which changes with every step. They run plainly
-    from then on, also where the same set is passed again; so the graphs stay the same.
+    ``numbers`` says whether a number read from a tensor is traced, so that it may be any. Not where
+    a size depends on it: then it ends a graph, and the next one holds for its value alone.
+
+    ``given_up`` takes the names of frames behind a break that cannot be traced any more, such as
+    those behind a number that changes with every step. They run plainly from then on, also where
+    the same set is passed again; so the graphs stay the same.
 
     Hooks of the model itself are not run: for a model without them.
     """
     # The user's own code object would be shared with other models and with torch.compile.
     own = getattr(model.forward, "__func__", None)
     if own is None or not isinstance(own, types.FunctionType):
-        skipped()
+        skipped(False)
         return model._call_impl
     entry = types.FunctionType(
         own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
@@ -304,7 +317,7 @@ def compile_pieces(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(model, *args, **kwargs)
 
-    return _patched(call, backend, limit=_RESUMED)
+    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
 
 
 class _OwnFrames:
@@ -315,7 +328,7 @@ class _OwnFrames:
         inner: Callable[..., Any],
         code: types.CodeType,
         given_up: set[str],
-        skipped: Callable[[], None],
+        skipped: Callable[[bool], None],
     ) -> None:
         self._torchdynamo_orig_backend = self.inner = inner
         self.code = code
@@ -327,18 +340,33 @@ class _OwnFrames:
         resumed = code.co_name.startswith("torch_dynamo_resume_in")
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
                 result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
             if resumed:
                 self.given_up.add(code.co_name)
-            self.skipped()
+            self.skipped(resumed)
         # Not for good: the code object is the user's, and others may trace it.
         return ConvertFrameReturn(
             frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
             apply_to_code=False,
         )
+
+
+@contextlib.contextmanager
+def _recurrent_layers_end_graphs() -> Iterator[None]:
+    """Let a trace break where a recurrent layer is called; by itself it gives the frame up."""
+    refused = trace_rules._disallowed_callable_ids
+    layers = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    added = [id(layer) for layer in layers if id(layer) not in refused()]
+    refused().update(added)
+    try:
+        with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            yield
+    finally:
+        refused().difference_update(added)
 
 
 def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,8 +384,9 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 def _patched(
     compiled: Callable[..., Any],
     backend: _Backend,
-    limit: int = _SIGNATURES,
+    limit: int | None = None,
     counters: Collection[str] = (),
+    numbers: bool = True,
 ) -> Callable[..., Any]:
     """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
@@ -372,7 +401,8 @@ def _patched(
                 trace_autograd_ops=True,
                 # NumPy's draws are NumPy's: traced, they would be torch's.
                 use_numpy_random_stream=True,
-                recompile_limit=limit,
+                recompile_limit=limit or SIGNATURES,
+                capture_scalar_outputs=numbers,
                 allow_unspec_int_on_nn_module=bool(counters),
             ),
             varying.patch(dynamic_sources=",".join(sorted(counters))),
@@ -471,13 +501,35 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     codegen._body_transformer = module.graph._codegen._body_transformer  # writes comments
     module.graph.set_codegen(codegen)
     module.recompile()
-    function = module.forward
+    function = types.MethodType(_with_operators_at_hand(module), module)
 
     def call(args: list[Any]) -> Any:
         return function(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _with_operators_at_hand(module: fx.GraphModule) -> Callable[..., Any]:
+    """Return the graph's function with each operator's own binding among its names.
+
+    As generated it finds ``torch.ops.aten.mm.default`` by four look-ups at every call, and that
+    is one more call in Python: a quarter of what it takes beyond the operator's own time.
+    """
+    code = module.graph.python_code("self")
+    names = dict(code.globals)
+
+    def at_hand(written: re.Match[str]) -> str:
+        namespace, name, overload = written.groups()
+        operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        if type(operator) is not torch._ops.OpOverload:
+            return written[0]
+        here = f"_operator_{namespace}_{name}_{overload}"
+        names[here] = operator._op
+        return f"{here}("
+
+    source = re.sub(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(", at_hand, code.src)
+    return _forward_from_src(source, names)
 
 
 def _watched_forward(
@@ -661,7 +713,7 @@ def user_error(error: BaseException) -> BaseException | None:
 def capture_failure(error: BaseException) -> str | None:
     """Return why Dynamo could not trace, with the user's line, or None for another error."""
     if isinstance(error, FailOnRecompileLimitHit):
-        return f"it has been captured for {_SIGNATURES} kinds of input, which is the limit"
+        return f"it has been captured for {SIGNATURES} kinds of input, which is the limit"
     if not isinstance(error, TorchDynamoException):
         return None
     text = str(error)
@@ -1152,7 +1204,8 @@ class AllocationTracker(_Onlooker):
 class OperatorMode(_Onlooker):
     """While entered, hands every operator to a method that runs it: ``see(name, run, inputs)``.
 
-    The method's owner is held weakly.
+    Not views, which read nothing and of which no backward needs a value. The method's owner is
+    held weakly.
     """
 
     def __init__(self, see: Callable[[str, Callable[[], Any], list[torch.Tensor]], Any]) -> None:
@@ -1164,7 +1217,9 @@ class OperatorMode(_Onlooker):
             return func(*args, **(kwargs or {}))
 
         see = self.see()
-        return run() if see is None else see(str(func), run, _strided((args, kwargs)))
+        if see is None or func.is_view:
+            return run()
+        return see(str(func), run, _strided((args, kwargs)))
 
 
 def _strided(value: Any) -> list[torch.Tensor]:

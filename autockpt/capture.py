@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from autockpt import _torch
 from autockpt._torch import JointGraph
+from autockpt.copies import drop_copies
 from autockpt.out_of_memory import OutOfMemory
 from autockpt.tangents import assumed_absent, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
@@ -115,6 +116,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
     absent = assumed_absent(joint) if absent is None else frozenset(absent)
     joint = without_tangents(joint, absent)
     _drop_false_dependences(joint)
+    drop_copies(joint)
     nodes = list(joint.module.graph.nodes)
     backward = _backward_nodes(joint, nodes)
     needed = _needed_nodes(joint, nodes)

@@ -27,7 +27,7 @@ from autockpt.tangents import tensors
 from autockpt.unforeseen import unforeseen_backward
 from autockpt_solvers.plan import Plan
 
-__all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders"]
+__all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders", "shape_free_key"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,14 @@ def graph_key(joint: _torch.JointGraph) -> str:
     for node in joint.module.graph.nodes:
         shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors(node)]
         digest.update(repr((node.name, str(node.target), shapes)).encode())
+    return digest.hexdigest()
+
+
+def shape_free_key(joint: _torch.JointGraph) -> str:
+    """Return a digest in which graphs of one model that differ in sizes alone agree."""
+    digest = hashlib.sha256()
+    for node in joint.module.graph.nodes:
+        digest.update(repr((node.name, str(node.target))).encode())
     return digest.hexdigest()
 
 

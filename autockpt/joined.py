@@ -113,7 +113,6 @@ class _Joiner:
         self.given: list[tuple[int, ...]] = [() for _ in members]
         self.windows: list[tuple[int | None, tuple[int, ...]]] = []
         self.last_reads: dict[int, list[int]] = {}  # event -> blocks released there
-        self.read_outside: set[int] = set()  # storages that operators between have read
         self.primals = [
             {p: i for i, p in enumerate(m.formulation.capture.joint.primals)} for m in members
         ]
@@ -161,7 +160,6 @@ class _Joiner:
 
     def _operator(self, event: Event, position: int) -> None:
         outputs = tuple(self._block(b) for b in event.outputs)
-        self.read_outside |= {self.blocks[b] for b in event.inputs if b in self.blocks}
         self._outside(
             event.name,
             self._released(position, outputs),
@@ -205,8 +203,7 @@ class _Joiner:
         gone = self._released(position, ())
         handed_out = {self.blocks[b] for b in event.outputs if b in self.blocks}
         start = len(self.operations)
-        # What only graphs read lives as long as they save it, which the schedule decides.
-        first = [s for s in gone if s not in handed_out and s in self.read_outside]
+        first = [s for s in gone if s not in handed_out]
         self._outside(f"begin_of_{member.path or 'backward'}", first, (), 0, "begin")
         self.windows.append((None, (start,)))
         for local in problem.backward:

@@ -29,7 +29,8 @@ from autockpt.choose import Choice, add_time_s, choose
 from autockpt.device import Device, device_of, placement
 from autockpt.eager_errors import raise_as_eager
 from autockpt.formulate import Around
-from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders
+from autockpt.given import OF_A_LARGER
+from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders, shape_free_key
 from autockpt.losses import Weight
 from autockpt.out_of_memory import OutOfMemory
 from autockpt.planning import (
@@ -37,6 +38,7 @@ from autockpt.planning import (
     Options,
     budget_of,
     make_plan,
+    make_smaller,
     no_limit,
     options_of,
     smallest,
@@ -209,6 +211,7 @@ class Handle:
         self._compiled: Callable[..., Any] | None = None
         self._several: Several | None = None
         self._known: dict[str, Known] = {}
+        self._like: dict[str, dict[str, None]] = {}  # graphs that differ in their sizes alone
         self._graphs: list[Graph] = []
         self._inputs: Any = None
         self._started = 0.0
@@ -255,7 +258,10 @@ class Handle:
         return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
 
     def _explained(self, plan: Plan) -> Plan:
-        """The plan with the choice of the micro-batches it is for, where there was one."""
+        """The plan with what it is one of, and the choice of the micro-batches it is for."""
+        if self._graphs:
+            captures = f"{len(self._graphs)} of at most {_torch.SIGNATURES}"
+            plan = replace(plan, origin={**plan.origin, "captures": captures})
         if self._choice is None:
             return plan
         sizes = self._choice.sizes
@@ -629,7 +635,8 @@ class Handle:
         self, joint: _torch.JointGraph
     ) -> tuple[fx.GraphModule, fx.GraphModule, _torch.Watch]:
         key = graph_key(joint)
-        captured, known, made = self._planned(joint, key)
+        captured, known, made = self._from_a_larger(joint, key) or self._planned(joint, key)
+        self._like.setdefault(shape_free_key(joint), {})[key] = None
         started = time.perf_counter()
         known, made, forward, backward = self._written(joint, captured, known, made)
         lent, origin = None, made.plan.origin
@@ -641,6 +648,13 @@ class Handle:
             origin = {**origin, "arena": said}
         stages = {**made.plan.stages_s, "rewrite": time.perf_counter() - started}
         made = Made(replace(made.plan, stages_s=stages, origin=origin), made.formulation)
+        _LOG.info(
+            "captured %d of at most %d kinds of input; planned in %.1f s, the plan %s",
+            len(self._graphs) + 1,
+            _torch.SIGNATURES,
+            sum(stages.values()),
+            made.plan.origin.get("plan", "solved"),
+        )
         graph = Graph(key, joint, captured, known, made, self._device())
         graph.saved = saved_placeholders(backward, captured)
         self._graphs.append(graph)
@@ -695,6 +709,39 @@ class Handle:
         if known.plan is not None:
             again = self._unchanged(captured, known.around, known.plan)
         return captured, known, again or self._settled(captured, known.around)
+
+    def _from_a_larger(
+        self, joint: _torch.JointGraph, key: str
+    ) -> tuple[Capture, Known, Made] | None:
+        """Plan a graph that differs in its sizes alone from a larger one as that is planned."""
+        if key in self._known or self.options.given is not None:
+            return None
+        known = {graph.key: graph.known() for graph in self._graphs}
+        candidates = [
+            (found, found.plan)
+            for other in self._like.get(shape_free_key(joint), {})
+            if (found := known.get(other) or self._known.get(other)) and found.plan is not None
+        ]
+        for larger, plan in sorted(candidates, key=lambda one: one[1].baseline_peak_bytes):
+            captured = read_joint(joint, larger.absent)
+            now = self._around()
+            around = replace(
+                larger.around,  # the loss takes no more than there; the first step shows how much
+                resident_bytes=now.resident_bytes,
+                gradients_exist=now.gradients_exist,
+                accumulates=now.accumulates,
+            )
+            made = make_smaller(
+                captured,
+                around,
+                self.options,
+                self._device(),
+                plan,
+                capture_s=time.perf_counter() - self._started,
+            )
+            if made is not None:
+                return captured, Known(around, captured.absent), made
+        return None
 
     def _guessed(self, captured: Capture) -> tuple[Known, Made]:
         around = self._around()
@@ -783,7 +830,11 @@ class Handle:
         same = self._unchanged(graph.captured, around, graph.made.plan)
         made = same
         # A plan of the user's stays; one of ours may be able to do better now.
-        better = self.options.given is None and graph.made.plan.extra_time_s > 0
+        better = (
+            self.options.given is None
+            and graph.made.plan.extra_time_s > 0
+            and graph.made.plan.origin.get("plan") != OF_A_LARGER
+        )
         if made is None or better or not self._within_budget(made.plan):
             made = self._settled(graph.captured, around)
         if same is not None and made.plan.schedule == same.plan.schedule:
@@ -795,18 +846,28 @@ class Handle:
 
     def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:
         """The plan's schedule on the step as it is known now; None where it is not possible."""
-        try:
-            made = make_plan(
-                captured,
-                around,
-                replace(no_limit(self.options), given=plan),
-                self._device(),
-                model_name=type(self.model).__name__,
-                capture_s=plan.stages_s.get("capture", 0.0),
-                progress=self.progress,
+        free, device = no_limit(self.options), self._device()
+        capture_s = plan.stages_s.get("capture", 0.0)
+        made: Made | None
+        if plan.origin.get("plan") == OF_A_LARGER:
+            made = make_smaller(
+                captured, around, free, device, plan, capture_s=capture_s, again=True
             )
-        except PlanMismatch:  # it relied on what the user turned out not to hold
-            return None
+            if made is None:
+                return None
+        else:
+            try:
+                made = make_plan(
+                    captured,
+                    around,
+                    replace(free, given=plan),
+                    device,
+                    model_name=type(self.model).__name__,
+                    capture_s=capture_s,
+                    progress=self.progress,
+                )
+            except PlanMismatch:  # it relied on what the user turned out not to hold
+                return None
         budget_bytes = budget_of(self.options, self._device())
         return Made(replace(made.plan, budget_bytes=budget_bytes), made.formulation)
 

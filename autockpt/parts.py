@@ -54,7 +54,9 @@ class Part:
         self.reason = reason
         self.calls = 0
         self.compiled: list[Callable[..., Any]] = []
+        self._again = False  # whether they are to be made again
         self.ran: set[int] = set()
+        self.numbers = True  # whether numbers that are read from tensors are traced
         self.given_up: set[str] = set()  # frames behind a break that run plainly
         self.halves: tuple[Part, ...] = ()
         self.mode = Mode.WHOLE
@@ -75,6 +77,7 @@ class Part:
 
     def forget(self) -> None:
         """Drop the compiled graphs; they are made again at the next call."""
+        self._again = False
         self.compiled = []
         self.ran = set()
         for half in self.halves:
@@ -92,6 +95,8 @@ class Part:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it in a training forward."""
         number, self.calls = self.calls, self.calls + 1
+        if self.compiled and self._again:
+            self.forget()
         while self.mode in (Mode.WHOLE, Mode.PIECES) and number < _CALLS:
             while len(self.compiled) <= number:
                 self.compiled.append(self._compile(len(self.compiled)))
@@ -122,7 +127,9 @@ class Part:
 
         if self.mode is Mode.WHOLE:
             return _torch.compile_forward(self.module, partition)
-        return _torch.compile_pieces(self.module, partition, self.given_up, self._skipped)
+        return _torch.compile_pieces(
+            self.module, partition, self.given_up, self._skipped, numbers=self.numbers
+        )
 
     # -------------------------------------------------------------- dividing
 
@@ -149,9 +156,18 @@ class Part:
         half.training = self.module.training
         return Part(self.owner, half, self.path)
 
-    def _skipped(self) -> None:
-        """Dynamo gave a frame up: from the next call on it runs plainly, its children as parts."""
-        if self.mode is Mode.PIECES and not self.ran:
+    def _skipped(self, behind: bool) -> None:
+        """Dynamo gave a frame up: from the next call on it is traced without the numbers in it.
+
+        Where they are not, it runs plainly from then on, its children as parts; a frame behind a
+        break leaves what is before the break as it is.
+        """
+        if self.mode is not Mode.PIECES:
+            return
+        if self.numbers:
+            self.numbers, self._again = False, True
+            self.given_up.clear()
+        elif not self.ran and not behind:
             self.mode = Mode.PLAIN
 
 

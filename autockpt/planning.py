@@ -18,7 +18,7 @@ from autockpt.budget import parse_budget
 from autockpt.capture import Capture
 from autockpt.device import Device
 from autockpt.formulate import Around, Formulation, formulate
-from autockpt.given import transfer
+from autockpt.given import shrunk, transfer
 from autockpt.pins import Pins
 from autockpt.profile import profile
 from autockpt.replay import state_bytes
@@ -36,6 +36,7 @@ __all__ = [
     "Options",
     "budget_of",
     "make_plan",
+    "make_smaller",
     "no_limit",
     "options_of",
     "origin_of",
@@ -167,6 +168,48 @@ def make_plan(
     except InfeasibleBudget as error:
         raise _explained(error, options, formulation) from None
     return Made(plan, formulation)
+
+
+def make_smaller(
+    captured: Capture,
+    around: Around,
+    options: Options,
+    device: Device | Modelled,
+    larger: Plan,
+    *,
+    capture_s: float,
+    again: bool = False,
+) -> Made | None:
+    """Return a plan for a captured step from that of a larger one, without timing or solving.
+
+    Args:
+        captured: the step.
+        around: what the step allocates outside the captured graph.
+        options: what the user asked for.
+        device: where to measure memory.
+        larger: the plan of the larger step.
+        capture_s: how long the capture took, for the report.
+        again: as for :func:`autockpt.given.shrunk`, which says when there is None.
+    """
+    started = time.perf_counter()
+    figures = profile(captured, device, timed=False)
+    formulation = formulate(
+        captured,
+        figures,
+        around,
+        pins=options.pins,
+        state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
+        name=larger.problem.name,
+    )
+    plan = shrunk(
+        larger,
+        formulation.problem,
+        budget_of(options, device),
+        {"capture": capture_s, "profile": time.perf_counter() - started},
+        origin_of(larger.problem.name, figures.device),
+        again=again,
+    )
+    return None if plan is None else Made(plan, replace(formulation, problem=plan.problem))
 
 
 def solved(

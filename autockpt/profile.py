@@ -75,15 +75,20 @@ class Profile:
 # Figures by device state and signature: a plan made again measures nothing again, nor does one of a
 # later run, which finds them in the cache.
 _known: dict[tuple[Any, ...], Measured] = {}
+_sized: dict[tuple[Any, ...], Measured] = {}  # without their time
 
 
 def profile(
     capture: Capture,
     device: Device | Modelled,
     *,
+    timed: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Return the figures of every operation, measured on ``device`` or modelled for it."""
+    """Return the figures of every operation, measured on ``device`` or modelled for it.
+
+    Where not ``timed``, what has not been measured before costs no time.
+    """
     if isinstance(device, Modelled):
         return _modelled(capture, device)
     warm = _warm_inputs(capture, device.cache_bytes)
@@ -93,22 +98,23 @@ def profile(
         for node, warm_flags in zip(capture.operations, warm, strict=True)
     ]
     distinct = OrderedDict.fromkeys(keys)
-    missing = [key for key in distinct if key not in _known]
-    if missing:
-        _known.update(_recalled(state, missing))
-        missing = [key for key in missing if key not in _known]
+    if any(key not in _known for key in distinct):
+        _known.update(_recalled(state, [key for key in distinct if key not in _known]))
+    known = _known if timed else {**_sized, **_known}
+    missing = [key for key in distinct if key not in known]
     example = {key: index for index, key in reversed(list(enumerate(keys)))}
     with _torch.outside_tracing():
         for count, key in enumerate(missing):
             index = example[key]
             # What runs in the backward is never chosen: its time only scales the report.
-            repeats = 5 if index < capture.barrier else 2
-            _known[key] = _measure(capture.operations[index], key[2], device, repeats)
+            repeats = (5 if index < capture.barrier else 2) if timed else 0
+            found = _measure(capture.operations[index], key[2], device, repeats)
+            (_known if timed else _sized)[key] = known[key] = found
             if progress is not None and (count + 1) % 10 == 0:
                 progress(f"measured {count + 1} of {len(missing)} distinct operations")
-    if missing:
+    if missing and timed:
         _remember(state, missing)
-    return Profile(tuple(_known[key] for key in keys), device.name, len(distinct))
+    return Profile(tuple(known[key] for key in keys), device.name, len(distinct))
 
 
 def _modelled(capture: Capture, device: Modelled) -> Profile:
@@ -209,7 +215,7 @@ def _measure(node: fx.Node, warm: tuple[bool, ...], device: Device, repeats: int
     del result
     touched = [t for t, is_warm in zip(stand_ins.inputs, warm, strict=True) if is_warm]
     flush = stand_ins.size_bytes > device.small_bytes
-    times = []
+    times = [] if repeats else [0]
     spent = time.perf_counter()
     for _ in range(repeats):
         if flush:

@@ -7,7 +7,7 @@ they are given and hand out; what they do inside is known from their capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +17,7 @@ import torch
 
 from autockpt import _torch
 from autockpt.device import Device
+from autockpt.inplace import is_dense
 
 __all__ = ["Event", "Kind", "Record", "Recorder"]
 
@@ -107,14 +108,32 @@ class Recorder:
     # -------------------------------------------------------------- what the graphs tell
 
     def forward(
-        self, graph: Any, run: Callable[[list[Any]], Any], args: list[Any], count: int
+        self,
+        graph: Any,
+        run: Callable[[list[Any]], Any],
+        args: list[Any],
+        count: int,
+        saved: Collection[int],
     ) -> Any:
-        """Run a graph's forward, whose first ``count`` outputs are the user's."""
+        """Run a graph's forward, whose first ``count`` outputs are the user's.
+
+        What it saves of them and of its inputs (those at ``saved``) it saves as copies, so that
+        the memory is seen to live as long as others hold it: under a plan it may not be saved.
+        """
         if not self.active:
             return run(args)
         inputs = self._given(args)
         with self._paused():
+            for position in saved:
+                if inputs[position] != OUTSIDE:
+                    args[position] = _copy(args[position])
             outputs = run(args)
+            users = {_torch.storage_key(v) for v in outputs[:count] if _is_plain(v)}
+            own = [
+                _copy(v) if _is_plain(v) and _torch.storage_key(v) in users else v
+                for v in outputs[count:]
+            ]
+            outputs = (*outputs[:count], *own)
         handed_out = tuple(self._born(value) for value in outputs[:count])
         self.record.events.append(Event(Kind.FORWARD, "", graph, inputs, handed_out))
         return outputs
@@ -188,10 +207,7 @@ class Recorder:
             self.active = True
 
     def _given(self, values: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(
-            self._number(v) if isinstance(v, torch.Tensor) and _dense(v) else OUTSIDE
-            for v in values
-        )
+        return tuple(self._number(v) if _is_plain(v) else OUTSIDE for v in values)
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's memory; what is not known is older than the step."""
@@ -204,7 +220,7 @@ class Recorder:
 
     def _born(self, value: Any) -> int:
         """Return the number of a result's memory, a new one where it was not there before."""
-        if not isinstance(value, torch.Tensor) or not _dense(value):
+        if not _is_plain(value):
             return OUTSIDE
         storage = value.untyped_storage()
         key = storage._cdata
@@ -225,5 +241,12 @@ class Recorder:
             del self._outside[key]
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is laid out in the same way; the tensor itself where there is none."""
+    return tensor.clone() if is_dense(tensor) else tensor
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor with memory of its own that can be looked at."""
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return type(value) in kinds and value.layout is torch.strided

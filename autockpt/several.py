@@ -367,7 +367,10 @@ class _Piece(Graph):
         def run_it(args: list[Any]) -> Any:
             return super(_Piece, self).run_forward(run, args)
 
-        return owner.recorder.forward(self, run_it, args, len(self.captured.outputs))
+        saved = {placeholder.name for placeholder in self.saved}
+        primals = enumerate(self.captured.joint.primals)
+        own = [position for position, primal in primals if primal.name in saved]
+        return owner.recorder.forward(self, run_it, args, len(self.captured.outputs), own)
 
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward, under the eyes of the recorder where there is one."""

@@ -16,7 +16,7 @@ from torch import fx
 
 from autockpt._torch import JointGraph, fake_mode_of, storage_key
 
-__all__ = ["assumed_absent", "tensors", "without_tangents"]
+__all__ = ["assumed_absent", "evaluate_anew", "tensors", "without_tangents"]
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def without_tangents(joint: JointGraph, absent: Collection[int]) -> JointGraph:
     gone: set[int] = set()  # memory of sums that are no more: their views look at something else
     for node in list(graph.nodes):
         if gone and node.op == "call_function" and gone & {storage_key(t) for t in tensors(node)}:
-            _evaluate_anew(module, node)
+            evaluate_anew(module, node)
         inputs = node.all_input_nodes
         if node.op != "call_function" or not any(i in gradients for i in inputs):
             continue
@@ -119,7 +119,8 @@ def _same_kind(one: fx.Node, other: fx.Node) -> bool:
     return (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
-def _evaluate_anew(module: fx.GraphModule, node: fx.Node) -> None:
+def evaluate_anew(module: fx.GraphModule, node: fx.Node) -> None:
+    """Make a node's fake value from its inputs' once more, where they have been exchanged."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with fake_mode_of(module):
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

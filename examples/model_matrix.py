@@ -1,7 +1,8 @@
 """Every architecture there is a small configuration for, trained under a budget: one row each.
 
     python examples/model_matrix.py                 # all, and writes examples/MODEL_MATRIX.md
-    python examples/model_matrix.py bert unet       # some, and prints their rows
+    python examples/model_matrix.py bert "conv: u-net"   # some, and prints their rows
+    python examples/model_matrix.py --rows rows.jsonl    # in slices: rows there are not run again
 
 Each model runs in a process of its own with a time limit, so that one failure is one row. Weights
 are random, nothing is downloaded. A row holds:
@@ -112,8 +113,9 @@ def differences(model: Any, found: list[list[Any]], expected: list[list[Any]]) -
                 return f"{name} is {'None' if one is None else 'a tensor'}"
             if one is None:
                 continue
+            one, other = one.double(), other.double()
             scale = max(float(other.abs().max()) if other.numel() else 0.0, 1e-3 * largest)
-            error = float((one.double() - other.double()).abs().max()) if other.numel() else 0.0
+            error = float((one - other).abs().max()) if other.numel() else 0.0
             if not error <= 1e-4 * scale + 1e-12:
                 return f"{name} differs by {error:.2g} of {scale:.2g}"
     return ""
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="names; all of them without")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for one model")
     parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", metavar="FILE", type=Path, help="keeps rows from run to run")
     asked = parser.parse_args()
     if asked.child:
         child(asked.child)
@@ -213,14 +216,20 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from model_zoo import MODELS
 
-    names = asked.models or list(MODELS)
-    rows = {}
-    for name in names:
+    rows: dict[str, dict[str, Any]] = {}
+    if asked.rows and asked.rows.exists():
+        rows = dict(map(json.loads, asked.rows.read_text(encoding="utf-8").splitlines()))
+    for name in asked.models or MODELS:
+        if name in rows:
+            continue
         rows[name] = row_of(name, asked.limit)
         print(" | ".join(cells(name, rows[name])), f"({rows[name].get('seconds', 0):.0f} s)")
         sys.stdout.flush()
-    if not asked.models:
-        TABLE.write_text(table(rows), encoding="utf-8")
+        if asked.rows:
+            with asked.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([name, rows[name]]) + "\n")
+    if not asked.models and set(rows) >= set(MODELS):
+        TABLE.write_text(table({name: rows[name] for name in MODELS}), encoding="utf-8")
         print(f"wrote {TABLE}")
 
 

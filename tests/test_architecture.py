@@ -24,6 +24,7 @@ ORDER = [
     "pins",
     "out_of_memory",
     "tangents",
+    "copies",
     "device",
     "roofline",
     "weights",

@@ -65,18 +65,36 @@ class Averaging(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The tracer does not look into LSTMs."""
+    """The tracer does not look into LSTMs; what is before and behind one is a graph each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 2)
+        self.first, self.inner = nn.Linear(16, 32), nn.LSTM(32, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.inner(x[None])
-        return self.head(states).square().mean()
+        states, _ = self.inner(torch.nn.functional.gelu(self.first(x)).sin().tanh()[None])
+        return self.head(states.sin().cos()).square().mean()
 
 
-MODELS = [Looping, Averaging, Recurrent]
+class Flat(nn.Module):
+    """Reads a number, and runs a recurrent layer, between operations of its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(8, 64)
+        self.inner = nn.GRU(64, 8, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.gelu(self.first(x)).sin().cos()
+        h = h / h.abs().max().item()
+        if h.mean().item() > 2:
+            h = h * 2
+        states, _ = self.inner(h.tanh().sin())
+        return self.last(states).tanh().sin().square().mean()
+
+
+MODELS = [Looping, Averaging, Recurrent, Flat]
 
 
 def train(model: nn.Module, steps: int, peaks: list[int] | None = None) -> list[Tensor]:
@@ -185,6 +203,27 @@ def test_says_what_is_not_optimised() -> None:
     assert "test_several.py" in text
     assert "blocks.1" in text
     assert any("Not optimised" in record.getMessage() for record in records)
+
+
+def test_graphs_go_on_behind_numbers_and_recurrent_layers() -> None:
+    model = autockpt.optimize(Flat(), None)
+    train(model, 7)
+    assert model.plan.origin["graphs"] == "3"
+    captures = model.autockpt._several.captures
+    train(model, 3)  # other numbers: nothing is captured anew
+    assert model.autockpt._several.captures == captures
+
+
+def test_what_stands_beside_a_recurrent_layer_is_planned() -> None:
+    model = autockpt.optimize(Recurrent(), None)
+    train(model, 6)
+    assert model.plan.origin["graphs"] == "2"
+    model = autockpt.optimize(Recurrent(), 1)
+    with pytest.raises(InfeasibleBudget) as refusal:
+        train(model, 6)
+    model = autockpt.optimize(Recurrent(), refusal.value.minimum_bytes)
+    train(model, 6)
+    assert model.plan.extra_time_s > 0
 
 
 def test_restore_takes_every_part_off() -> None:

@@ -50,10 +50,10 @@ def gpt() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def resnet() -> tuple[nn.Module, Tensor, Tensor]:
-    """A ResNet-50 of a quarter of its width, and a batch of images."""
+    """A ResNet-50 of half its width, and a batch of images."""
     torch.manual_seed(0)
-    model = ResNet(width=16, classes=10)
-    return model, torch.randn(BATCH, 3, 64, 64), torch.randint(10, (BATCH,))
+    model = ResNet(width=32, classes=10)
+    return model, torch.randn(BATCH, 3, 96, 96), torch.randint(10, (BATCH,))
 
 
 MODELS = {"gpt": gpt, "resnet": resnet}

@@ -26,6 +26,8 @@ __all__ = ["accept_smallest", "alive", "checked", "peak_parts", "solve", "with_o
 ILP_LIMIT = 20_000
 # Up to so many forward operations greedy costs next to nothing and makes a start of its own.
 GREEDY_FIRST = 300
+# Part of the time limit for a method that is asked for; the rest is for the bound on its answer.
+OWN = 0.9
 # Gaps, as parts of the step: one at which the search ends, and one for which the integer program
 # gets only so many seconds.
 CLOSE, MODEST, MODEST_S = 5e-4, 3e-3, 3.0
@@ -80,7 +82,7 @@ def solve(
         found = _auto(problem, budget_bytes, started + time_limit_s, say)
     else:
         try:
-            found = METHODS[method](problem, budget_bytes, time_limit_s=time_limit_s)
+            found = METHODS[method](problem, budget_bytes, time_limit_s=OWN * time_limit_s)
         except SolverError:
             if budget_bytes is not None:
                 left_s = started + time_limit_s - time.perf_counter()

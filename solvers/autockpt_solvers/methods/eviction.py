@@ -39,11 +39,13 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     started = time.perf_counter()
     if budget_bytes is None:
         return keep_all.solve(problem, None)
-    order = cheapest_walk(Liveness(Demand(problem)), budget_bytes)
+    deadline = started + time_limit_s
+    order = cheapest_walk(Liveness(Demand(problem)), budget_bytes, deadline=deadline)
     if order is None:
+        late = time.perf_counter() > deadline
         raise SolverError(
-            f"eviction finds no schedule within {budget_bytes:,} bytes. Use 'auto', or "
-            "raise the budget."
+            f"eviction finds no schedule within {budget_bytes:,} bytes"
+            + (" in time." if late else ". Use 'auto', or raise the budget.")
         )
     return measured(
         problem,
@@ -54,10 +56,17 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
     )
 
 
-def cheapest_walk(liveness: Liveness, budget_bytes: int) -> list[int] | None:
-    """Return the cheapest backward order that walks of different patience find."""
-    orders = [Eviction(liveness, patience).order(budget_bytes) for patience in PATIENCE]
-    fitting = [order for order in orders if order is not None]
+def cheapest_walk(
+    liveness: Liveness, budget_bytes: int, *, deadline: float = math.inf
+) -> list[int] | None:
+    """Return the cheapest backward order that walks of different patience find in time."""
+    fitting: list[list[int]] = []
+    for patience in PATIENCE:
+        if time.perf_counter() > deadline:
+            break
+        order = Eviction(liveness, patience).order(budget_bytes, deadline=deadline)
+        if order is not None:
+            fitting.append(order)
     return min(fitting, key=lambda order: liveness.peak(order).extra_ns, default=None)
 
 

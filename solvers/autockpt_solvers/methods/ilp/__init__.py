@@ -42,6 +42,8 @@ SPLITS = 2
 SPLIT_SHARE = 0.15
 # Columns beyond which a window search goes before the whole program.
 HARD = 20_000
+# Seconds that stating a program takes per column.
+COLUMN_S = 5e-5
 
 
 def solve(
@@ -115,7 +117,10 @@ def _split_stages(search: _Search) -> None:
 
 def program_size(problem: Problem) -> int:
     """Return the number of binaries that the program of a problem has."""
-    stages = Stages(Liveness(Demand(problem)))
+    return _size(Stages(Liveness(Demand(problem))))
+
+
+def _size(stages: Stages) -> int:
     return sum(len(runs) for runs in stages.runs) + sum(last + 1 for last in stages.last_stage)
 
 
@@ -292,11 +297,14 @@ class _Search:
     def _build(self) -> StageProgram | None:
         """Return the program with closure cuts, operations that its relaxation overlooks promoted.
 
-        None where nothing is left to search.
+        None where nothing is left to search, or no time to state it.
         """
         deadline = time.perf_counter() + 0.4 * self.left_s
         for _ in range(3):
-            program = StageProgram(Stages(self.liveness, self.promoted), self.aim_bytes)
+            stages = Stages(self.liveness, self.promoted)
+            if _size(stages) * COLUMN_S > self.left_s:
+                return None
+            program = StageProgram(stages, self.aim_bytes)
             self.columns = len(program.program.variables)
             starts = {end: k for k, end in enumerate(program.stages.ends)}
             for index, end in sorted(self.rows):

@@ -34,7 +34,7 @@ THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 # Columns beyond which no layout but the first is tried.
 COLUMNS = 50_000
 # Seconds that stating and solving takes per column, on slow machines.
-COLUMN_S = 2e-4
+COLUMN_S = 1e-4
 # Gaps, as parts of the step: two at which the search ends, on small graphs and on others, and one
 # not worth long.
 ENOUGH = 2e-4
@@ -128,7 +128,9 @@ class Snapshots:
             if brief and states:
                 break
             if not number and not brief:
-                until = started + 0.2 * (deadline - started)
+                # Where there is nothing yet it is well spent.
+                share = 0.2 if states else 0.5
+                until = time.perf_counter() + share * (deadline - time.perf_counter())
                 for order in self._walks(best.budget_bytes, until):
                     self._begin(order, best, states, deadline)
         if not states:
@@ -146,8 +148,7 @@ class Snapshots:
         """Return the best bound of all choices, in nanoseconds."""
         best = Incumbent(self.liveness, budget_bytes)
         for number in range(len(self._layouts)):
-            if time.perf_counter() < deadline:
-                self._relax(number, best, deadline)
+            self._relax(number, best, deadline, hurry=True)
         return best.bound_ns
 
     # ---------------------------------------------------------------- inside
@@ -159,13 +160,19 @@ class Snapshots:
         )
         return [order for order in walks if order is not None]
 
-    def _relax(self, number: int, best: Incumbent, deadline: float) -> Iterator[list[int]]:
-        """Solve a relaxation; note its bound and return its rounded points, made when asked for."""
+    def _relax(
+        self, number: int, best: Incumbent, deadline: float, *, hurry: bool = False
+    ) -> Iterator[list[int]]:
+        """Solve a relaxation; note its bound and return its rounded points, made when asked for.
+
+        All but the first, and in a hurry that too, are solved only where the time allows.
+        """
         layout = self._layouts[number]
         if number not in self._programs:
             stages = Stages(self.liveness, snapshots=layout.snapshots)
             size = SnapshotProgram.size(stages, layout)
-            if number and (size > COLUMNS or size * COLUMN_S > deadline - time.perf_counter()):
+            long = size * COLUMN_S > deadline - time.perf_counter()
+            if (number and (size > COLUMNS or long)) or (hurry and long):
                 return iter(())
             unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
             made = SnapshotProgram(stages, layout, unit / 1000)
