@@ -530,6 +530,11 @@ class _Builder:
         """Say of each operation what it may be written over, or why nothing."""
         sizes = [storage.size_bytes for storage in self.storages]
         visible |= {storage for _, storage, _ in self.capture.gradients}
+        for index, measured in enumerate(self.profile.measured):
+            if measured.shares or not measured.alone:
+                # Its output may be its input's memory, whatever the graph says.
+                reads = self.capture.reads(self.capture.operations[index])
+                visible |= {*self._outputs(index), *reads}
         number = {node: index for index, node in enumerate(self.capture.operations)}
         for place, (op, origin) in enumerate(zip(self.operations, self.origins, strict=True)):
             if origin.role is Role.NODE and origin.node is not None:

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -47,12 +47,14 @@ class Measured:
         workspace_bytes: peak allocated inside the run beyond its outputs.
         output_bytes: for each tensor it returns, the bytes of the memory it lives in.
         alone: whether it could be run by itself; if not, cost and workspace are not known.
+        shares: whether it returned memory of an input, which no view is that is measured.
     """
 
     cost_ns: int
     workspace_bytes: int
     output_bytes: tuple[int, ...]
     alone: bool = True
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,11 @@ def _recalled(
     for key in keys:
         figures: Any = stored.get(cache.digest(repr(key)))
         with contextlib.suppress(TypeError, ValueError):
-            cost_ns, workspace_bytes, output_bytes, alone = figures
+            cost_ns, workspace_bytes, output_bytes, *flags = figures
             numbers = (cost_ns, workspace_bytes, *output_bytes)
             if all(isinstance(n, int) and n >= 0 for n in numbers):
-                found[key] = Measured(cost_ns, workspace_bytes, tuple(output_bytes), bool(alone))
+                alone, shares = map(bool, flags)
+                found[key] = Measured(cost_ns, workspace_bytes, tuple(output_bytes), alone, shares)
     return found
 
 
@@ -177,9 +180,7 @@ def _remember(state: tuple[Any, ...], keys: Sequence[tuple[Any, ...]]) -> None:
     for key in keys:
         text = repr(key)
         if " at 0x" not in text:  # an address is another one in the next run
-            known = _known[key]
-            figures = (known.cost_ns, known.workspace_bytes, known.output_bytes, known.alone)
-            stored[cache.digest(text)] = figures
+            stored[cache.digest(text)] = astuple(_known[key])
     about = {"name": str(state[0]), "what": f"{len(stored)} operations, torch {torch.__version__}"}
     cache.write("costs", _place(state), stored, about)
 
@@ -224,7 +225,9 @@ def _measure(node: fx.Node, warm: tuple[bool, ...], device: Device, repeats: int
         times.append(device.time_ns(run))
         if time.perf_counter() - spent > 2.0 and len(times) >= 2:
             break
-    return Measured(int(statistics.median(times)), max(0, memory - own), output_bytes)
+    shares = not (stand_ins.pointers - {0}).isdisjoint(fresh)
+    cost_ns = int(statistics.median(times))
+    return Measured(cost_ns, max(0, memory - own), output_bytes, shares=shares)
 
 
 class _StandIns:

@@ -28,7 +28,7 @@ from autockpt import _torch, inplace
 from autockpt.capture import capture, read_joint
 from autockpt.formulate import Around, Formulation, formulate
 from autockpt.inplace import FORMS
-from autockpt.profile import unmeasured
+from autockpt.profile import Profile, unmeasured
 from autockpt.replay import state_bytes
 from autockpt.rewrite import rewrite
 from autockpt_solvers.decisions import decide
@@ -367,6 +367,21 @@ def test_each_clause_is_needed(clause: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(inplace.CLAUSES, clause)
     with pytest.raises((ValueError, RuntimeError, AssertionError)):
         judge(clause)
+
+
+def test_memory_that_an_operator_shares_against_its_word_is_left_alone() -> None:
+    model, x = mlp()
+    found = capture(model, (x,), {}, lambda joint: read_joint(joint, frozenset()))
+    honest = unmeasured(found)
+
+    def overwritten(profile: Profile) -> int:
+        problem = formulate(found, profile, Around(), inplace=True).problem
+        return sum(bool(op.over) for op in problem.operations)
+
+    assert overwritten(honest) > 0
+    for flag in ({"shares": True}, {"alone": False}):
+        sharing = replace(honest, measured=tuple(replace(m, **flag) for m in honest.measured))
+        assert overwritten(sharing) == 0
 
 
 # ------------------------------------------------------------------ training in place

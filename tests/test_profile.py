@@ -13,7 +13,7 @@ from torch.nn import functional
 from autockpt import _torch
 from autockpt.capture import Capture
 from autockpt.device import Cpu, device_of
-from autockpt.profile import Measured, profile, unmeasured
+from autockpt.profile import Measured, _measure, profile, unmeasured
 from oracle import measure_peak
 from tiny_models import Classifier, captured, mlp, seeded
 
@@ -216,3 +216,12 @@ def test_sizes_without_measurements_are_those_of_the_shapes() -> None:
     assert all(m.cost_ns == m.workspace_bytes == 0 for m in result.measured)
     index = next(i for i, n in enumerate(found.operations) if n.target is aten.gelu.default)
     assert result.measured[index].output_bytes == (4 * 8 * 4,)
+
+
+@pytest.mark.parametrize(("target", "shares"), [(aten.detach, True), (aten.neg, False)])
+def test_memory_shared_with_an_input_is_noticed(target: Any, shares: bool) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(target.default, (x,))
+    x.meta["val"], node.meta["val"] = torch.empty(8), torch.empty(8)
+    assert _measure(node, (True,), Cpu(), 1).shares is shares
