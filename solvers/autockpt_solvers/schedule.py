@@ -138,11 +138,16 @@ def free_early(problem: Problem, forward: Sequence[int], backward: Sequence[int]
             outputs, inputs = op.outputs, op.inputs
         else:
             outputs, inputs = op.recompute_outputs, op.recompute_inputs or ()
-        dead = [s for s in outputs if s not in needed]
-        needed.difference_update(s for s in outputs if s not in held)
-        dead += [s for s in dict.fromkeys(inputs) if s not in needed]
-        needed.update(inputs)
-        frees[position] = dead
+        dead = frees[position]
+        for storage in outputs:
+            if storage not in needed:
+                dead.append(storage)
+            elif storage not in held:
+                needed.remove(storage)
+        for storage in inputs:
+            if storage not in needed:
+                dead.append(storage)
+                needed.add(storage)
     steps: list[Step] = []
     for index, first, dead in zip(order, first_run, frees, strict=True):
         if index < 0:

@@ -114,7 +114,10 @@ class Snapshots:
         started = time.perf_counter()
         states: list[Residency] = []
         for order in starts:
-            self._begin(order, best, states, deadline)
+            if brief:  # to be improved only where it is needed
+                best.accept(order, "snapshot")
+            else:
+                self._begin(order, best, states, deadline)
         for number in range(len(self._layouts)):
             if best.infeasible or time.perf_counter() > deadline:
                 return
@@ -122,6 +125,9 @@ class Snapshots:
                 self._begin(order, best, states, deadline)
                 if best.gap_ns <= self._enough_ns:
                     return
+            if brief:
+                for order in starts:
+                    self._begin(order, best, states, deadline)
             # The first choices are cheap; the dearer ones only pay where much is open.
             if states and self._enough_ns < best.gap_ns <= GOOD * step:
                 self._improve(_distinct(states)[:1], best, deadline, patience=1)
