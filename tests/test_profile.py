@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,12 @@ def test_sizes_without_measurements_are_those_of_the_shapes() -> None:
     assert all(m.cost_ns == m.workspace_bytes == 0 for m in result.measured)
     index = next(i for i, n in enumerate(found.operations) if n.target is aten.gelu.default)
     assert result.measured[index].output_bytes == (4 * 8 * 4,)
+
+
+def test_what_others_take_of_the_processor_is_no_operations_time() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert Cpu().time_ns(lambda: time.sleep(0.05)) < 10_000_000
+    finally:
+        torch.set_num_threads(before)
