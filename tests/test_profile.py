@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -225,3 +226,12 @@ def test_memory_shared_with_an_input_is_noticed(target: Any, shares: bool) -> No
     node = graph.call_function(target.default, (x,))
     x.meta["val"], node.meta["val"] = torch.empty(8), torch.empty(8)
     assert _measure(node, (True,), Cpu(), 1).shares is shares
+
+
+def test_what_others_take_of_the_processor_is_no_operations_time() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert Cpu().time_ns(lambda: time.sleep(0.05)) < 10_000_000
+    finally:
+        torch.set_num_threads(before)
