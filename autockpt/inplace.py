@@ -24,7 +24,16 @@ from torch import fx
 from autockpt import _torch
 from autockpt.capture import Capture
 
-__all__ = ["CLAUSES", "FORMS", "Case", "Form", "candidates", "in_place_call", "is_dense"]
+__all__ = [
+    "CLAUSES",
+    "FORMS",
+    "Case",
+    "Form",
+    "candidates",
+    "in_place_call",
+    "is_dense",
+    "reads_rows",
+]
 
 aten = torch.ops.aten
 
@@ -256,7 +265,7 @@ def candidates(
     """
     node = capture.operations[index]
     form = FORMS.get(node.target)
-    if form is None or not _reads_rows(node, form):
+    if form is None or not reads_rows(node, form):
         return (), ""
     found: list[int] = []
     refusal = ""
@@ -273,10 +282,16 @@ def candidates(
     return tuple(found), "" if found else refusal
 
 
-def _reads_rows(node: fx.Node, form: Form) -> bool:
+def reads_rows(node: fx.Node, form: Form) -> bool:
+    """Return whether an operator works element by element, or on rows that lie in one piece.
+
+    The softmaxes' kernels fill what they are given as if it were contiguous, whatever it is.
+    """
     if form.last_dim is None:
         return True
     value = node.meta["val"]
+    if not value.is_contiguous():
+        return False
     last = value.dim() - 1
     return node.args[form.last_dim] in (last, -1)
 
