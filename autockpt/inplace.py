@@ -60,6 +60,23 @@ class Form:
     last_dim: int | None = None
 
 
+def _by_rows(write: Any, operator: Any, keyword: str) -> Callable[..., torch.Tensor]:
+    """Return the overload that writes, and the one that does not where rows lie in pieces.
+
+    The softmaxes' kernels fill what they are given as if it were contiguous. The traced layout says
+    it is; should the real one differ, the result gets memory of its own.
+    """
+
+    def by_rows(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = kwargs[keyword]
+        if memory.is_contiguous():
+            return write(*args, **kwargs)  # type: ignore[no-any-return]
+        return operator(*args)  # type: ignore[no-any-return]
+
+    by_rows.__name__ = f"{operator.__name__.partition('.')[0].strip('_')}_by_rows"
+    return by_rows
+
+
 _GRADIENT = "grad_input"
 
 # Operators that read each element (the softmaxes: each row) before they write it. Not here: matrix
@@ -105,13 +122,24 @@ FORMS: dict[Any, Form] = {
     aten.softplus.default: Form(aten.softplus.out),
     aten.hardtanh.default: Form(aten.hardtanh.out),
     aten.leaky_relu.default: Form(aten.leaky_relu.out),
-    aten._softmax.default: Form(aten._softmax.out, last_dim=1),
-    aten._log_softmax.default: Form(aten._log_softmax.out, last_dim=1),
+    aten._softmax.default: Form(
+        _by_rows(aten._softmax.out, aten._softmax.default, "out"), last_dim=1
+    ),
+    aten._log_softmax.default: Form(
+        _by_rows(aten._log_softmax.out, aten._log_softmax.default, "out"), last_dim=1
+    ),
     aten._softmax_backward_data.default: Form(
-        aten._softmax_backward_data.out, (0, 1), _GRADIENT, last_dim=2
+        _by_rows(aten._softmax_backward_data.out, aten._softmax_backward_data.default, _GRADIENT),
+        (0, 1),
+        _GRADIENT,
+        last_dim=2,
     ),
     aten._log_softmax_backward_data.default: Form(
-        aten._log_softmax_backward_data.out, (0, 1), last_dim=2
+        _by_rows(
+            aten._log_softmax_backward_data.out, aten._log_softmax_backward_data.default, "out"
+        ),
+        (0, 1),
+        last_dim=2,
     ),
     aten.gelu_backward.default: Form(aten.gelu_backward.grad_input, (0, 1), _GRADIENT),
     aten.silu_backward.default: Form(aten.silu_backward.grad_input, (0, 1), _GRADIENT),

@@ -109,7 +109,9 @@ def test_an_operator_gives_the_same_bits_over_its_argument(
         kwargs = {form.keyword: memory} if form.keyword else {}
         assert form.keyword or position == 0
         if form.last_dim is not None and turned:
-            continue  # refused: their kernels take what they write to for contiguous
+            # Its rows lie in pieces, which the kernel does not see: it is not written over.
+            assert torch.equal(form.target(*args, **kwargs), expected)
+            continue
         results: list[Tensor] = []
         events = _torch.allocation_events(
             lambda args=args, kwargs=kwargs, out=results: out.append(form.target(*args, **kwargs))
