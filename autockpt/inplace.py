@@ -243,7 +243,9 @@ def _is_read_in_one_way(case: Case) -> str:
 
 def _shows_no_view(case: Case) -> str:
     (fresh,) = case.capture.lives_in[case.node]
-    if fresh in case.visible and case.capture.is_view(case.argument):
+    # What may itself be written in place may lie in a view.
+    view = case.capture.is_view(case.argument) or case.argument.target in FORMS
+    if fresh in case.visible and view:
         return "the user would get a view of it"
     return ""
 

@@ -309,6 +309,16 @@ def test_a_softmax_is_not_written_over_a_transpose() -> None:
     check(Tangle(((5, 0, 0, 1), (0, 0, 0, 0), (3, 1, 0, 2)), frozenset(), False), 0)
 
 
+def test_an_output_is_no_view_by_way_of_another_overwrite() -> None:
+    """Written over what was written over a view it would be one itself."""
+    model = Breaker(lambda h, u, w: (h.view(SIZE * SIZE).relu().neg(),))
+    formulation = formulated(model, torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE))
+    nothing: frozenset[int] = frozenset()
+    order = on_demand(Demand(formulation.problem), nothing, nothing)
+    schedule = stage_schedule(formulation.problem, order)
+    assert same(outcome(formulation, schedule), outcome(*out_of_place(formulation, schedule)))
+
+
 def test_no_random_graph_breaks_the_proof() -> None:
     assert fuzz(CI_GRAPHS) > CI_GRAPHS
 
@@ -348,7 +358,7 @@ class Breaker(nn.Module):
 BREAKERS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "of the step": lambda h, u, w: ((w + h) @ w,),
     "made by torch": lambda h, u, w: ((remembered(u) + h) @ w,),
-    "unseen": lambda h, u, w: ((y := h + 1), y.relu()),
+    "unseen": lambda h, u, w: ((y := h + 1), y.relu() @ w),
     "not saved": lambda h, u, w: (functional.gelu(h) @ w,),
     "same layout": lambda h, u, w: (((h.detach() > 0).int() + h) @ w,),
     "whole memory": lambda h, u, w: ((h[:4].relu() @ w),),
