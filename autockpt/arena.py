@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autockpt import _torch
 from autockpt.formulate import Formulation, Role
-from autockpt.inplace import FORMS
+from autockpt.inplace import FORMS, reads_rows
 from autockpt_solvers.memory import simulate
 from autockpt_solvers.placement import Block, Placement, blocks_of, place
 from autockpt_solvers.problem import Problem
@@ -65,7 +65,11 @@ def layout_of(formulation: Formulation, schedule: Schedule) -> Layout:
 
     def has_out(operation: int) -> bool:
         origin = formulation.origins[operation]
-        return origin.role is Role.NODE and origin.node is not None and origin.node.target in OUT
+        node = origin.node
+        if origin.role is not Role.NODE or node is None or node.target not in OUT:
+            return False
+        form = FORMS.get(node.target)
+        return form is None or reads_rows(node, form)
 
     # Gradients that are added to those there are freed at once, but the first are handed on.
     gradients = {storage for _, storage, _ in formulation.capture.gradients}

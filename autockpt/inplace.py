@@ -24,7 +24,16 @@ from torch import fx
 from autockpt import _torch
 from autockpt.capture import Capture
 
-__all__ = ["CLAUSES", "FORMS", "Case", "Form", "candidates", "in_place_call", "is_dense"]
+__all__ = [
+    "CLAUSES",
+    "FORMS",
+    "Case",
+    "Form",
+    "candidates",
+    "in_place_call",
+    "is_dense",
+    "reads_rows",
+]
 
 aten = torch.ops.aten
 
@@ -49,6 +58,23 @@ class Form:
     over: tuple[int, ...] = (0,)
     keyword: str = "out"
     last_dim: int | None = None
+
+
+def _by_rows(write: Any, operator: Any, keyword: str) -> Callable[..., torch.Tensor]:
+    """Return the overload that writes, and the one that does not where rows lie in pieces.
+
+    The softmaxes' kernels fill what they are given as if it were contiguous. The traced layout says
+    it is; should the real one differ, the result gets memory of its own.
+    """
+
+    def by_rows(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = kwargs[keyword]
+        if memory.is_contiguous():
+            return write(*args, **kwargs)  # type: ignore[no-any-return]
+        return operator(*args)  # type: ignore[no-any-return]
+
+    by_rows.__name__ = f"{operator.__name__.partition('.')[0].strip('_')}_by_rows"
+    return by_rows
 
 
 _GRADIENT = "grad_input"
@@ -96,13 +122,24 @@ FORMS: dict[Any, Form] = {
     aten.softplus.default: Form(aten.softplus.out),
     aten.hardtanh.default: Form(aten.hardtanh.out),
     aten.leaky_relu.default: Form(aten.leaky_relu.out),
-    aten._softmax.default: Form(aten._softmax.out, last_dim=1),
-    aten._log_softmax.default: Form(aten._log_softmax.out, last_dim=1),
+    aten._softmax.default: Form(
+        _by_rows(aten._softmax.out, aten._softmax.default, "out"), last_dim=1
+    ),
+    aten._log_softmax.default: Form(
+        _by_rows(aten._log_softmax.out, aten._log_softmax.default, "out"), last_dim=1
+    ),
     aten._softmax_backward_data.default: Form(
-        aten._softmax_backward_data.out, (0, 1), _GRADIENT, last_dim=2
+        _by_rows(aten._softmax_backward_data.out, aten._softmax_backward_data.default, _GRADIENT),
+        (0, 1),
+        _GRADIENT,
+        last_dim=2,
     ),
     aten._log_softmax_backward_data.default: Form(
-        aten._log_softmax_backward_data.out, (0, 1), last_dim=2
+        _by_rows(
+            aten._log_softmax_backward_data.out, aten._log_softmax_backward_data.default, "out"
+        ),
+        (0, 1),
+        last_dim=2,
     ),
     aten.gelu_backward.default: Form(aten.gelu_backward.grad_input, (0, 1), _GRADIENT),
     aten.silu_backward.default: Form(aten.silu_backward.grad_input, (0, 1), _GRADIENT),
@@ -206,7 +243,9 @@ def _is_read_in_one_way(case: Case) -> str:
 
 def _shows_no_view(case: Case) -> str:
     (fresh,) = case.capture.lives_in[case.node]
-    if fresh in case.visible and case.capture.is_view(case.argument):
+    # What may itself be written in place may lie in a view.
+    view = case.capture.is_view(case.argument) or case.argument.target in FORMS
+    if fresh in case.visible and view:
         return "the user would get a view of it"
     return ""
 
@@ -256,7 +295,7 @@ def candidates(
     """
     node = capture.operations[index]
     form = FORMS.get(node.target)
-    if form is None or not _reads_rows(node, form):
+    if form is None or not reads_rows(node, form):
         return (), ""
     found: list[int] = []
     refusal = ""
@@ -273,10 +312,16 @@ def candidates(
     return tuple(found), "" if found else refusal
 
 
-def _reads_rows(node: fx.Node, form: Form) -> bool:
+def reads_rows(node: fx.Node, form: Form) -> bool:
+    """Return whether an operator works element by element, or on rows that lie in one piece.
+
+    The softmaxes' kernels fill what they are given as if it were contiguous, whatever it is.
+    """
     if form.last_dim is None:
         return True
     value = node.meta["val"]
+    if not value.is_contiguous():
+        return False
     last = value.dim() - 1
     return node.args[form.last_dim] in (last, -1)
 
