@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -180,7 +181,9 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
         figure("predicted", "{:.3f}"),
         figure("saved", "{:.0%}"),
         figure("overhead", "{:.1%}"),
-        row.get("note", "").replace("|", "/").replace(str(HERE.parent), "."),
+        re.sub(r"\S*/site-packages/", "", row.get("note", "").replace("|", "/")).replace(
+            str(HERE.parent), "."
+        ),
     ]
 
 
