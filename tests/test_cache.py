@@ -153,6 +153,7 @@ def test_a_search_that_was_broken_off_is_not_kept(folder: Path) -> None:
 def test_the_next_run_measures_and_solves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(profile, "_known", {})  # a new process
     model, x = mlp()
     smallest = minimum(autockpt.plan(model, (x,), None).problem).peak_bytes
     first = autockpt.plan(model, (x,), smallest)
