@@ -200,6 +200,7 @@ def make_smaller(
         pins=options.pins,
         state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
         name=larger.problem.name,
+        inplace=options.inplace,
     )
     plan = shrunk(
         larger,
