@@ -89,7 +89,8 @@ def explained(
     name, count = run
     plan, index = place(names[name])
     problem, schedule = plan.problem, plan.schedule
-    runs = [i for i, s in enumerate(schedule.steps) if s == Compute(index)]
+    computes = ((i, s) for i, s in enumerate(schedule.steps) if isinstance(s, Compute))
+    runs = [i for i, s in computes if s.operation == index]
     if not runs:
         return None
     step = runs[min(count, len(runs) - 1)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,21 +33,32 @@ REFUSED: list[Callable[[], Exception]] = [
 def refusing(
     run: int, error: Callable[[], Exception] = REFUSED[0], kind: str = "aten.gelu.default"
 ) -> Iterator[None]:
-    """In generated code, let one run of an operator find no memory."""
-    _, name, overload = kind.split(".")
-    packet = getattr(torch.ops.aten, name)
-    own, runs = getattr(packet, overload), iter(range(1_000_000))
+    """In generated code, let one run of an operator, in place or not, find no memory."""
+    _, name, _ = kind.split(".")
+    overloads = getattr(torch.ops.aten, name).overloads()
+    bindings = {f"_operator_aten_{name}_{overload}" for overload in overloads}
+    runs = iter(range(1_000_000))
+    own: list[tuple[dict[str, Any], str, Any]] = []
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(runs) == run:
-            raise error()
-        return own(*args, **kwargs)
+    def refuse(binding: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(runs) == run:
+                raise error()
+            return binding(*args, **kwargs)
 
-    setattr(packet, overload, call)
+        return call
+
+    generated = [f.__globals__ for f in gc.get_objects() if type(f) is types.FunctionType]
+    for names in {id(names): names for names in generated}.values():
+        own += [(names, here, names[here]) for here in bindings & names.keys()]
+    assert own
+    for names, here, binding in own:
+        names[here] = refuse(binding)
     try:
         yield
     finally:
-        setattr(packet, overload, own)
+        for names, here, binding in own:
+            names[here] = binding
 
 
 def tight() -> tuple[nn.Module, Tensor]:
