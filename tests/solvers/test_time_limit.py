@@ -1,5 +1,6 @@
 """The time limit holds for every method, and what is found by then comes back with its gap."""
 
+import gc
 import time
 
 import pytest
@@ -16,6 +17,15 @@ def hard():
     problem = random_chain(3, 700)
     smallest = minimum(problem, time_limit_s=3).peak_bytes
     return problem, smallest + (solve(problem, None).peak_bytes - smallest) // 20
+
+
+@pytest.fixture(autouse=True)
+def own_objects_only():
+    """What other tests have left is not to be walked through at each garbage collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("method", ["auto", *METHODS])
