@@ -688,8 +688,10 @@ class Handle:
         while True:
             in_case = known.around.in_case
             forward, backward = rewrite(made.formulation, made.plan.schedule, in_case)
+            if not captured.absent:  # any other backward needs no more than this one
+                return known, made, forward, backward
             lacks = lacking(joint, saved_placeholders(backward, captured))
-            if not captured.absent or not set(lacks) - set(in_case):
+            if set(lacks) <= set(in_case):
                 return known, made, forward, backward
             around = replace(known.around, in_case=tuple(sorted({*in_case, *lacks})))
             known = replace(known, around=around)

@@ -20,7 +20,7 @@ from autockpt.device import Device
 from autockpt.formulate import Around, Formulation, formulate
 from autockpt.given import shrunk, transfer
 from autockpt.pins import Pins
-from autockpt.profile import profile
+from autockpt.profile import Profile, profile
 from autockpt.replay import state_bytes
 from autockpt.roofline import Modelled
 from autockpt.solved_before import Question, recall, remember
@@ -35,6 +35,7 @@ __all__ = [
     "Made",
     "Options",
     "budget_of",
+    "formulated",
     "make_plan",
     "make_smaller",
     "no_limit",
@@ -148,15 +149,7 @@ def make_plan(
     figures = profile(captured, device, progress=progress)
     measured = time.perf_counter()
     say(f"measured {figures.distinct} distinct operations in {measured - started:.1f} s; solving")
-    formulation = formulate(
-        captured,
-        figures,
-        around,
-        pins=options.pins,
-        state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
-        name=model_name,
-        inplace=options.inplace,
-    )
+    formulation = formulated(captured, figures, around, options, device, model_name)
     problem = formulation.problem
     stages = {"capture": capture_s, "profile": measured - started}
     origin = origin_of(model_name, figures.device)
@@ -168,6 +161,30 @@ def make_plan(
     except InfeasibleBudget as error:
         raise _explained(error, options, formulation) from None
     return Made(plan, formulation)
+
+
+def formulated(
+    captured: Capture,
+    figures: Profile,
+    around: Around,
+    options: Options,
+    device: Device | Modelled,
+    name: str,
+) -> Formulation:
+    """Return the problem of a captured step under the user's options.
+
+    Raises:
+        PinError: a pin cannot be applied.
+    """
+    return formulate(
+        captured,
+        figures,
+        around,
+        pins=options.pins,
+        state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
+        name=name,
+        inplace=options.inplace,
+    )
 
 
 def make_smaller(
@@ -193,15 +210,7 @@ def make_smaller(
     """
     started = time.perf_counter()
     figures = profile(captured, device, timed=False)
-    formulation = formulate(
-        captured,
-        figures,
-        around,
-        pins=options.pins,
-        state_bytes=0 if isinstance(device, Modelled) else state_bytes(device.kind),
-        name=larger.problem.name,
-        inplace=options.inplace,
-    )
+    formulation = formulated(captured, figures, around, options, device, larger.problem.name)
     plan = shrunk(
         larger,
         formulation.problem,

@@ -20,15 +20,14 @@ from torch import fx, nn
 from autockpt import _torch
 from autockpt.capture import Capture, read_joint
 from autockpt.device import Device
-from autockpt.formulate import Around, Formulation, formulate
+from autockpt.formulate import Around, Formulation
 from autockpt.graphs import Graph, Known, graph_key, saved_placeholders
 from autockpt.joined import Joined, Member, join
 from autockpt.out_of_memory import Place
 from autockpt.parts import Mode, Part, own_children
-from autockpt.planning import Made, Options, budget_of, origin_of, solved
+from autockpt.planning import Made, Options, budget_of, formulated, origin_of, solved
 from autockpt.profile import profile
 from autockpt.record import Kind, Record, Recorder
-from autockpt.replay import state_bytes
 from autockpt.rewrite import rewrite
 from autockpt.unforeseen import lacking
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
@@ -131,8 +130,10 @@ class Several:
             formulation = self._formulated(captured, type(part.module).__name__, in_case)
             schedule = _of(formulation.problem, decided.schedule)
             forward, backward = rewrite(formulation, schedule, in_case)
+            if not captured.absent:
+                break  # any other backward needs no more than this one
             lacks = lacking(joint, saved_placeholders(backward, captured))
-            if not captured.absent or not set(lacks) - set(in_case):
+            if set(lacks) <= set(in_case):
                 break
             in_case = tuple(sorted({*in_case, *lacks}))
         plan = Plan(
@@ -287,14 +288,8 @@ class Several:
     def _formulated(
         self, captured: Capture, name: str, in_case: tuple[str, ...] = ()
     ) -> Formulation:
-        return formulate(
-            captured,
-            profile(captured, self.device),
-            Around(in_case=in_case),
-            state_bytes=state_bytes(self.device.kind),
-            name=name,
-            inplace=self.options.inplace,
-        )
+        figures, around = profile(captured, self.device), Around(in_case=in_case)
+        return formulated(captured, figures, around, self.options, self.device, name)
 
     def _planned(self, joined: Joined) -> Plan:
         budget_bytes = budget_of(self.options, self.device)
