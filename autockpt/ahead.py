@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from autockpt.module import Handle, as_tuple, require_trainable
+from autockpt.module import as_tuple, require_trainable
+from autockpt.planner import Planner
 from autockpt.planning import options_of
 from autockpt.roofline import GPUS, modelled
 from autockpt.weights import fake_copy, is_fake
@@ -73,8 +74,8 @@ def plan(
                 "the weights have no data, so nothing can be measured. Name the GPU to plan for: "
                 f"device={next(iter(GPUS))!r}, for instance ({', '.join(GPUS)})."
             )
-        return Handle(model, options, optimizer, progress).plan_now(args, kwargs)
+        return Planner(model, options, optimizer, progress).plan_now(args, kwargs)
     gpu = modelled(device)
     with fake_copy(model, args, kwargs) as (bare, bare_args, bare_kwargs):
-        handle = Handle(bare, options, optimizer, progress, gpu)
-        return handle.plan_now(bare_args, bare_kwargs)
+        planner = Planner(bare, options, optimizer, progress, gpu)
+        return planner.plan_now(bare_args, bare_kwargs)

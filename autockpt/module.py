@@ -24,38 +24,29 @@ from autockpt import _torch
 from autockpt.accumulate import Accumulating
 from autockpt.arena import Memory, in_arena
 from autockpt.backwards import guard_backward
-from autockpt.capture import Capture, capture, read_joint, traced, training
+from autockpt.capture import Capture, capture, read_joint, traced
 from autockpt.choose import Choice, add_time_s, choose
-from autockpt.device import Device, device_of, placement
+from autockpt.device import device_of, placement
 from autockpt.eager_errors import raise_as_eager
-from autockpt.formulate import Around
-from autockpt.given import OF_A_LARGER
-from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders, shape_free_key
+from autockpt.graphs import Graph, Known, graph_key, saved_placeholders
 from autockpt.losses import Weight
 from autockpt.out_of_memory import OutOfMemory
+from autockpt.planner import Planner
 from autockpt.planning import (
     Made,
     Options,
-    budget_of,
-    make_plan,
-    make_smaller,
     no_limit,
     options_of,
-    smallest,
 )
-from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
-from autockpt.rewrite import rewrite
-from autockpt.roofline import Modelled
+from autockpt.resident import distinct_bytes
 from autockpt.several import Several
 from autockpt.split import Batch, Split, cut, shares
 from autockpt.step import AUTO, Stepper, check_accumulate
-from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import (
     AutockptError,
     CaptureError,
     InfeasibleBudget,
     InputError,
-    PlanMismatch,
 )
 from autockpt_solvers.plan import Plan
 
@@ -184,38 +175,32 @@ class Handle:
         options: Options,
         optimizer: Optimizer | None,
         progress: Callable[[str], None] | None = None,
-        device: Modelled | None = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
         accumulate: int | str = 1,
     ) -> None:
         self.model = model
-        self.options = options
-        self.optimizer = optimizer
-        self.progress = progress
-        self.modelled = device
+        self.planner = Planner(model, options, optimizer, progress)
         self.plan: Plan | None = None
         self._steps_with(loss_fn, accumulate)
         self._forget()
 
     def _steps_with(self, loss_fn: Callable[..., Any] | None, accumulate: int | str) -> None:
         self._stepper = Stepper(
-            self.model, self.optimizer, loss_fn, accumulate, self._micro_batch, self._choose
+            self.model,
+            self.planner.optimizer,
+            loss_fn,
+            accumulate,
+            self._micro_batch,
+            self._choose,
         )
-        self._accumulates = False  # whether a backward adds to the gradients in its graph
-        self._beside: Any = None  # what a step holds beside the model's inputs
         self._choices: dict[Any, Choice] = {}  # by the batch's shapes
         self._choice: Choice | None = None
 
     def _forget(self) -> None:
         self._compiled: Callable[..., Any] | None = None
         self._several: Several | None = None
-        self._known: dict[str, Known] = {}
-        self._like: dict[str, dict[str, None]] = {}  # graphs that differ in their sizes alone
-        self._graphs: list[Graph] = []
-        self._inputs: Any = None
-        self._started = 0.0
-        self._warned = False
+        self.planner.forget()
         self._counters: frozenset[str] = frozenset()
         self._counts = True
         self._begun, self._captures = False, 0
@@ -237,7 +222,7 @@ class Handle:
     def detach(self) -> None:
         """Take this handle off the model."""
         self._stepper.reset()
-        for graph in self._graphs:
+        for graph in self.planner.graphs:
             graph.stop_watching()
         if self._several is not None:
             self._several.end()
@@ -259,8 +244,8 @@ class Handle:
 
     def _explained(self, plan: Plan) -> Plan:
         """The plan with what it is one of, and the choice of the micro-batches it is for."""
-        if self._graphs:
-            captures = f"{len(self._graphs)} of at most {_torch.SIGNATURES}"
+        if self.planner.graphs:
+            captures = f"{len(self.planner.graphs)} of at most {_torch.SIGNATURES}"
             plan = replace(plan, origin={**plan.origin, "captures": captures})
         if self._choice is None:
             return plan
@@ -282,7 +267,7 @@ class Handle:
         accumulate = self._stepper.accumulate
         return {
             "model": self.model,
-            "options": self.options,
+            "options": self.planner.options,
             "plan": self.plan,
             "accumulate": accumulate,
         }
@@ -291,10 +276,7 @@ class Handle:
         # The model is being rebuilt around this handle; nn.Module drops its compiled callable
         # when it is pickled or copied.
         self.model = state["model"]
-        self.options = state["options"]
-        self.optimizer = None
-        self.progress = None
-        self.modelled = None
+        self.planner = Planner(self.model, state["options"])
         self.plan = state["plan"]
         self._steps_with(None, state["accumulate"])
         self._forget()
@@ -314,12 +296,12 @@ class Handle:
         self._trace_anew_where_code_has_changed()
         if self._several is not None:
             return self._run_several(args, kwargs)
-        for graph in self._graphs:
+        for graph in self.planner.graphs:
             graph.stop_watching()
-        begun = bool(self._graphs)
+        begun = bool(self.planner.graphs)
         failure = ""
         try:
-            self._inputs = (args, kwargs)
+            self.planner.inputs = (args, kwargs)
             self._revise()
             output = self._traced(args, kwargs)
         except OutOfMemory:
@@ -333,25 +315,29 @@ class Handle:
                     raise
             failure = str(error)
         finally:
-            self._inputs = None
+            self.planner.inputs = None
         # Outside the handler: what fails from here on has nothing to do with that error.
         if failure and not begun:
-            self._accumulates = False  # gradients of several graphs are autograd's to add
-            self._several = Several(model, self.options, device_of(placement(model)), self._around)
+            self.planner.accumulates = False  # gradients of several graphs are autograd's to add
+            planner = self.planner
+            here = device_of(placement(model))
+            self._several = Several(model, planner.options, here, planner.around)
             self._several.begin(failure)
             return self._run_several(args, kwargs)
         if failure:
             # A run that has begun is not broken off: either eager has an error of its own for
             # these inputs, or it trains on them, without a plan.
             output = model._call_impl(*args, **kwargs)
-            self._warn("these inputs run without a plan, and without a budget: %s", failure)
+            self.planner.warn("these inputs run without a plan, and without a budget: %s", failure)
             return output
         for node in _torch.compiled_nodes(output):
             _torch.keep_missing_gradients(node)
-            guard_backward(model, node, [one for graph in self._graphs for one in graph.read])
-            for graph in self._graphs:
+            guard_backward(
+                model, node, [one for graph in self.planner.graphs for one in graph.read]
+            )
+            for graph in self.planner.graphs:
                 graph.watch_loss(node)
-        for graph in self._graphs:
+        for graph in self.planner.graphs:
             graph.read = []
         return output
 
@@ -362,10 +348,10 @@ class Handle:
     def _trace_anew_where_code_has_changed(self) -> None:
         if self._begun and self._unguarded() != self._taken_for_granted:
             self._renew()
-            self._graphs = []
+            self.planner.graphs = []
             if self._several is not None:
                 self._several.forget()
-        captures = len(self._graphs) + (self._several.captures if self._several else 0)
+        captures = len(self.planner.graphs) + (self._several.captures if self._several else 0)
         if not self._begun or captures != self._captures:  # the model may have new modules
             self._unguarded = _torch.unguarded(self.model)
         self._begun, self._captures = True, captures
@@ -378,11 +364,11 @@ class Handle:
         forward has changed is taken for such a counter, and traced as a number that varies;
         where that cannot be planned, it is traced for each value after all.
         """
-        traces = len(self._graphs)
+        traces = len(self.planner.graphs)
         before = _torch.counters_of(self.model) if self._compiled is None else {}
         if self._compiled is None:
             self._compiled = _torch.compile_forward(self.model, self._partition, self._counters)
-        self._started = time.perf_counter()
+        self.planner.started = time.perf_counter()
         try:
             output = traced(self.model, self._compiled, args, kwargs)
         except OutOfMemory:
@@ -391,7 +377,7 @@ class Handle:
             if not self._counters:
                 raise
             self._counters, self._counts, self._compiled = frozenset(), False, None
-            del self._graphs[traces:]
+            del self.planner.graphs[traces:]
             return self._traced(args, kwargs)
         after = _torch.counters_of(self.model) if before and self._counts else {}
         changed = {name for name, value in after.items() if before.get(name, value) != value}
@@ -402,25 +388,33 @@ class Handle:
 
     def _renew(self) -> None:
         """Have the forward compiled again; what is known of each graph spares the rest."""
-        for graph in self._graphs:
-            self._known.setdefault(graph.key, graph.known())
+        self.planner.note_graphs()
         self._compiled = None
+
+    def _revise(self) -> None:
+        """Put the plans right that a watched step has shown to be other than guessed."""
+        for graph, anew in self.planner.revisions():
+            if anew:
+                self._renew()
+                self.planner.graphs = []
+                return
+            self._show(graph.made.plan)
 
     def _may_divide(self) -> bool:
         """Whether a model that cannot be captured whole may run as several graphs."""
-        options = self.options
+        options = self.planner.options
         return not options.fullgraph and options.given is None and not options.pins
 
     def _run_several(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._several is not None
-        self._inputs = (args, kwargs)
+        self.planner.inputs = (args, kwargs)
         try:
             output = self._several(args, kwargs)
         except InfeasibleBudget:
             self.detach()
             raise
         finally:
-            self._inputs = None
+            self.planner.inputs = None
         self._show(self._several.plan)
         return output
 
@@ -435,32 +429,8 @@ class Handle:
 
     def plan_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Plan a training forward with these inputs, without running the model."""
-
-        def use(joint: _torch.JointGraph) -> Plan:
-            key = graph_key(joint)
-            captured, known, made = self._planned(joint, key)
-            self._known[key] = replace(known, absent=captured.absent, plan=made.plan)
-            return made.plan
-
-        with self._asked(self.options, args, kwargs):
-            found: Plan = capture(self.model, args, kwargs, use)
-        self.plan = found = self._explained(found)
-        return found
-
-    @contextlib.contextmanager
-    def _asked(
-        self, options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[None]:
-        """Plan for these options and these inputs of a training forward in this context."""
-        self._inputs = (args, kwargs)
-        self._started = time.perf_counter()
-        asked, self.options = self.options, options
-        try:
-            with training(self.model):
-                yield
-        finally:
-            self._inputs = None
-            self.options = asked
+        self.plan = plan = self._explained(self.planner.plan_now(args, kwargs))
+        return plan
 
     # -------------------------------------------------------------- steps
 
@@ -504,9 +474,11 @@ class Handle:
             InfeasibleBudget, CaptureError: as a first training forward, see :func:`optimize`.
         """
         loss = self._stepper.step(*args, target=target, weight=weight, **kwargs)
-        if self._graphs:
+        if self.planner.graphs:
             # Micro-batches of two sizes have two plans; the step's peak is that of one of them.
-            self._show(max((g.made.plan for g in self._graphs), key=lambda plan: plan.peak_bytes))
+            self._show(
+                max((g.made.plan for g in self.planner.graphs), key=lambda plan: plan.peak_bytes)
+            )
         return loss
 
     def micro_step(
@@ -557,11 +529,14 @@ class Handle:
     @contextlib.contextmanager
     def _micro_batch(self, accumulates: bool, beside: Any) -> Iterator[None]:
         """Run a micro-batch of a step in this context."""
-        self._accumulates, self._beside = accumulates and self._several is None, beside
+        self.planner.accumulates, self.planner.beside = (
+            accumulates and self._several is None,
+            beside,
+        )
         try:
             yield
         finally:
-            self._accumulates, self._beside = False, None
+            self.planner.accumulates, self.planner.beside = False, None
 
     def plan_step_now(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Plan a step with these inputs, without running the model: its largest micro-batch."""
@@ -590,34 +565,34 @@ class Handle:
             part = next(cut(self.model.forward, batch, split, shares(samples, parts)))
             with (
                 self._micro_batch(self._stepper.fuses(parts), batch.target),
-                self._asked(options, part.args, part.kwargs),
+                self.planner.asked(options, part.args, part.kwargs),
             ):
                 if parts not in captured:
                     captured[parts] = capture(self.model, part.args, part.kwargs, _read)
                 found = captured[parts][1]
-                known[parts], made = self._guessed(found)
+                known[parts], made = self.planner.guess(found)
                 known[parts] = replace(known[parts], absent=found.absent, plan=made.plan)
                 return made.plan
 
         def unlimited(size: int, parts: int) -> Plan:
-            return planned(parts, no_limit(self.options))
+            return planned(parts, no_limit(self.planner.options))
 
         def limited(size: int, parts: int, seconds: float) -> Plan:
-            return planned(parts, replace(self.options, time_limit_s=seconds))
+            return planned(parts, replace(self.planner.options, time_limit_s=seconds))
 
-        device = self._device()
+        device = self.planner.device
         gradients = distinct_bytes([p for p in self.model.parameters() if p.requires_grad], device)
         try:
             choice = choose(
                 samples,
                 unlimited,
                 limited,
-                budget_of(self.options, device),
+                self.planner.budget_bytes,
                 add_time_s(gradients, device),
-                self.options.time_limit_s,
+                self.planner.options.time_limit_s,
             )
         except AutockptError as error:
-            if not self._graphs:
+            if not self.planner.graphs:
                 self.detach()
             if isinstance(error, CaptureError):
                 raise CaptureError(
@@ -626,7 +601,7 @@ class Handle:
                 ) from error
             raise
         parts = len(choice.sizes)
-        self._known[captured[parts][0]] = replace(known[parts], plan=choice.plan)
+        self.planner.known[captured[parts][0]] = replace(known[parts], plan=choice.plan)
         return choice
 
     # -------------------------------------------------------------- planning
@@ -635,12 +610,11 @@ class Handle:
         self, joint: _torch.JointGraph
     ) -> tuple[fx.GraphModule, fx.GraphModule, _torch.Watch]:
         key = graph_key(joint)
-        captured, known, made = self._from_a_larger(joint, key) or self._planned(joint, key)
-        self._like.setdefault(shape_free_key(joint), {})[key] = None
+        captured, known, made = self.planner.plan(joint, key)
         started = time.perf_counter()
-        known, made, forward, backward = self._written(joint, captured, known, made)
+        known, made, forward, backward = self.planner.write(joint, captured, known, made)
         lent, origin = None, made.plan.origin
-        if self.options.arena:
+        if self.planner.options.arena:
             plan = made.plan
             self._memory = self._memory or Memory(placement(self.model))
             parts = (forward, backward, made.formulation, plan.schedule)
@@ -650,14 +624,14 @@ class Handle:
         made = Made(replace(made.plan, stages_s=stages, origin=origin), made.formulation)
         _LOG.info(
             "captured %d of at most %d kinds of input; planned in %.1f s, the plan %s",
-            len(self._graphs) + 1,
+            len(self.planner.graphs) + 1,
             _torch.SIGNATURES,
             sum(stages.values()),
             made.plan.origin.get("plan", "solved"),
         )
-        graph = Graph(key, joint, captured, known, made, self._device())
+        graph = Graph(key, joint, captured, known, made, self.planner.device)
         graph.saved = saved_placeholders(backward, captured)
-        self._graphs.append(graph)
+        self.planner.graphs.append(graph)
         self._show(made.plan)
         watch = Accumulating(graph, backward, captured, self._asks_to_add())
         if lent is None:
@@ -669,242 +643,15 @@ class Handle:
         """Whether a step asks for gradients to be added in the graph: for compiled code, which
         torch keeps as long as there is this handle, so that it must not keep the handle.
         """
-        here = weakref.ref(self)
+        here = weakref.ref(self.planner)
 
         def asked() -> bool:
             there = here()
-            return there is not None and there._accumulates
+            return there is not None and there.accumulates
 
         return asked
 
-    def _written(
-        self, joint: _torch.JointGraph, captured: Capture, known: Known, made: Made
-    ) -> tuple[Known, Made, fx.GraphModule, fx.GraphModule]:
-        """Write a plan's graphs; where the plan must change for it, return the one written.
-
-        Should the backward start from other outputs than assumed, it must be possible. What is
-        saved for that alone takes memory as well, so the plan has to know of it.
-        """
-        while True:
-            in_case = known.around.in_case
-            forward, backward = rewrite(made.formulation, made.plan.schedule, in_case)
-            if not captured.absent:  # any other backward needs no more than this one
-                return known, made, forward, backward
-            lacks = lacking(joint, saved_placeholders(backward, captured))
-            if set(lacks) <= set(in_case):
-                return known, made, forward, backward
-            around = replace(known.around, in_case=tuple(sorted({*in_case, *lacks})))
-            known = replace(known, around=around)
-            same = self._unchanged(captured, around, made.plan)
-            if same is None or not self._within_budget(same.plan):
-                same = self._settled(captured, around)
-            made = same
-
-    def _planned(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
-        """Plan a joint graph with what is known of it, or with a guess at what is not."""
-        known = self._known.get(key)
-        captured = read_joint(joint, known.absent if known is not None else None)
-        if known is None:
-            known, made = self._guessed(captured)
-            return captured, known, made
-        again = None
-        if known.plan is not None:
-            again = self._unchanged(captured, known.around, known.plan)
-        return captured, known, again or self._settled(captured, known.around)
-
-    def _from_a_larger(
-        self, joint: _torch.JointGraph, key: str
-    ) -> tuple[Capture, Known, Made] | None:
-        """Plan a graph that differs in its sizes alone from a larger one as that is planned."""
-        if key in self._known or self.options.given is not None:
-            return None
-        known = {graph.key: graph.known() for graph in self._graphs}
-        candidates = [
-            (found, found.plan)
-            for other in self._like.get(shape_free_key(joint), {})
-            if (found := known.get(other) or self._known.get(other)) and found.plan is not None
-        ]
-        for larger, plan in sorted(candidates, key=lambda one: one[1].baseline_peak_bytes):
-            captured = read_joint(joint, larger.absent)
-            now = self._around()
-            around = replace(
-                larger.around,  # the loss takes no more than there; the first step shows how much
-                resident_bytes=now.resident_bytes,
-                gradients_exist=now.gradients_exist,
-                accumulates=now.accumulates,
-            )
-            made = make_smaller(
-                captured,
-                around,
-                self.options,
-                self._device(),
-                plan,
-                capture_s=time.perf_counter() - self._started,
-            )
-            if made is not None:
-                return captured, Known(around, captured.absent), made
-        return None
-
-    def _guessed(self, captured: Capture) -> tuple[Known, Made]:
-        around = self._around()
-        most = guessed(captured, around, self._device().round_up)
-        try:
-            return Known(most), self._make(captured, most)
-        except InfeasibleBudget:
-            if not self._within_budget(self._smallest(captured, around).plan):
-                if not self._graphs:
-                    raise
-                return Known(most), self._settled(captured, most)
-        # It may fit, depending on what the user's loss allocates. The first step shows it; until
-        # then the smallest peak there is.
-        return Known(most), self._smallest(captured, most)
-
-    def _make(self, captured: Capture, around: Around, options: Options | None = None) -> Made:
-        options = options or self.options
-        if options.given is not None and self._graphs:
-            # The user's plan is for one input shape; others are planned within its budget.
-            budget = options.budget if options.budget is not None else options.given.budget_bytes
-            options = replace(options, given=None, budget=budget)
-        return make_plan(
-            captured,
-            around,
-            options,
-            self._device(),
-            model_name=type(self.model).__name__,
-            capture_s=time.perf_counter() - self._started,
-            progress=self.progress,
-        )
-
-    def _device(self) -> Device | Modelled:
-        return self.modelled or device_of(placement(self.model))
-
-    def _around(self) -> Around:
-        """What is there during the step that is about to run."""
-        device = self._device()
-        optimizer = OptimizerMemory()
-        if self.optimizer is not None:
-            optimizer = optimizer_memory(self.optimizer, device)
-        inputs = (self._inputs, self._beside)
-        resident = resident_bytes(self.model, inputs, device, gradients=not self._accumulates)
-        return Around(
-            resident_bytes=resident + optimizer.state_bytes,
-            gradients_exist=_has_gradients(self.model) and not self._accumulates,
-            accumulates=self._accumulates,
-            optimizer_bytes=optimizer.step_bytes,
-        )
-
     # -------------------------------------------------------------- after the first step
-
-    def _revise(self) -> None:
-        """Plan again what turned out to be other than guessed."""
-        gradients_exist = _has_gradients(self.model) and not self._accumulates
-        for graph in self._graphs:
-            found = graph.found
-            if found is None:
-                continue
-            around, absent = found
-            if self._accumulates and not (around.accumulates or around.gradients_exist):
-                resident = max(around.resident_bytes, self._around().resident_bytes)
-                around = replace(around, accumulates=True, resident_bytes=resident)
-            elif gradients_exist and not around.gradients_exist:
-                # The loop accumulates: they count among what is there all the time.
-                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-                there = distinct_bytes(gradients, self._device())
-                around = replace(
-                    around, gradients_exist=True, resident_bytes=around.resident_bytes + there
-                )
-            elif graph.settled:
-                continue
-            graph.settled, graph.found = True, (around, absent)
-            if self._revised(graph, around, absent):
-                self._renew()
-                self._graphs = []
-                return
-
-    def _revised(self, graph: Graph, around: Around, absent: frozenset[int]) -> bool:
-        """Make a graph's plan true to a watched step; return whether its code must change."""
-        self._started = time.perf_counter()
-        if absent != graph.captured.absent:
-            self._known[graph.key] = graph.known_as(replace(around, in_case=()), absent)
-            return True
-        if graph.guessed_well(around) and self._within_budget(graph.made.plan):
-            return False
-        same = self._unchanged(graph.captured, around, graph.made.plan)
-        made = same
-        # A plan of the user's stays; one of ours may be able to do better now.
-        better = (
-            self.options.given is None
-            and graph.made.plan.extra_time_s > 0
-            and graph.made.plan.origin.get("plan") != OF_A_LARGER
-        )
-        if made is None or better or not self._within_budget(made.plan):
-            made = self._settled(graph.captured, around)
-        if same is not None and made.plan.schedule == same.plan.schedule:
-            graph.around, graph.made = around, made
-            self._show(made.plan)
-            return False
-        self._known[graph.key] = replace(graph.known_as(around, absent), plan=made.plan)
-        return True
-
-    def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:
-        """The plan's schedule on the step as it is known now; None where it is not possible."""
-        free, device = no_limit(self.options), self._device()
-        capture_s = plan.stages_s.get("capture", 0.0)
-        made: Made | None
-        if plan.origin.get("plan") == OF_A_LARGER:
-            made = make_smaller(
-                captured, around, free, device, plan, capture_s=capture_s, again=True
-            )
-            if made is None:
-                return None
-        else:
-            try:
-                made = make_plan(
-                    captured,
-                    around,
-                    replace(free, given=plan),
-                    device,
-                    model_name=type(self.model).__name__,
-                    capture_s=capture_s,
-                    progress=self.progress,
-                )
-            except PlanMismatch:  # it relied on what the user turned out not to hold
-                return None
-        budget_bytes = budget_of(self.options, self._device())
-        return Made(replace(made.plan, budget_bytes=budget_bytes), made.formulation)
-
-    def _settled(self, captured: Capture, around: Around) -> Made:
-        """Plan a step that is known. Training goes on where the budget turns out too small.
-
-        A budget that is too small whatever the user does around the graph has been refused at the
-        first forward. What is left is the user's loss or accumulated gradients, and a run that has
-        begun is not broken off for them: the smallest peak there is, and a warning.
-        """
-        try:
-            return self._make(captured, around)
-        except InfeasibleBudget as error:
-            self._warn(
-                "the budget of %s bytes cannot be kept: with what the training loop allocates "
-                "around the model (its loss, gradients kept from before) a step needs at least "
-                "%s bytes. It runs with that peak.",
-                f"{error.budget_bytes:,}",
-                f"{error.minimum_bytes:,}",
-            )
-            return self._smallest(captured, around)
-
-    def _warn(self, message: str, *args: object) -> None:
-        """Say it once for a model; again only to who asks for details."""
-        _LOG.log(logging.DEBUG if self._warned else logging.WARNING, message, *args)
-        self._warned = True
-
-    def _smallest(self, captured: Capture, around: Around) -> Made:
-        """The plan with the smallest peak there is."""
-        made = self._make(captured, around, no_limit(self.options))
-        return smallest(made, budget_of(self.options, self._device()))
-
-    def _within_budget(self, plan: Plan) -> bool:
-        budget_bytes = budget_of(self.options, self._device())
-        return budget_bytes is None or plan.peak_bytes <= budget_bytes
 
 
 # ------------------------------------------------------------------ small questions to a model
@@ -923,10 +670,6 @@ def _traced_by_others(name: str) -> bool:
         name,
     )
     return True
-
-
-def _has_gradients(model: nn.Module) -> bool:
-    return any(p.grad is not None for p in model.parameters())
 
 
 def require_trainable(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Models of the five kinds the examples, benchmarks and tests train.
+"""Models of the kinds the examples, benchmarks and tests train.
 
 Each is written as its users write it, without a thought for memory. Every model's forward takes
 the data and, optionally, the targets: with targets it returns the scalar loss, without them the
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 __all__ = [
     "EXAMPLES",
     "GPT",
+    "DenseNet",
     "Example",
     "Llama",
     "MLPMixer",
     "ResNet",
     "Size",
     "UNet",
+    "densenet_example",
     "gpt_example",
     "llama_example",
     "mixer_example",
@@ -239,6 +241,70 @@ class UNet(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------
+# DenseNet: every layer reads all before it
+# ---------------------------------------------------------------------------------------------
+
+
+class DenseLayer(nn.Module):
+    """BatchNorm, ReLU and a 1x1 convolution, then the same with a 3x3: ``growth`` new planes."""
+
+    def __init__(self, inplanes: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inplanes)
+        self.conv1 = nn.Conv2d(inplanes, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
+
+    def forward(self, found: list[Tensor]) -> Tensor:
+        x = self.conv1(F.relu(self.norm1(torch.cat(found, dim=1)), inplace=True))
+        return self.conv2(F.relu(self.norm2(x), inplace=True))
+
+
+class DenseNet(nn.Module):
+    """A DenseNet-BC classifier. ``forward(images, targets=None)``: (batch, 3, h, w) -> loss."""
+
+    def __init__(
+        self, *, growth: int = 16, blocks: tuple[int, ...] = (6, 12, 24, 16), classes: int = 100
+    ) -> None:
+        super().__init__()
+        planes = 2 * growth
+        self.stem = nn.Conv2d(3, planes, 7, 2, 3, bias=False)
+        self.stem_norm = nn.BatchNorm2d(planes)
+        self.blocks = nn.ModuleList()
+        self.transitions = nn.ModuleList()
+        for index, layers in enumerate(blocks):
+            self.blocks.append(
+                nn.ModuleList(DenseLayer(planes + growth * i, growth) for i in range(layers))
+            )
+            planes += growth * layers
+            if index < len(blocks) - 1:
+                self.transitions.append(
+                    nn.Sequential(
+                        nn.BatchNorm2d(planes),
+                        nn.ReLU(inplace=True),
+                        nn.Conv2d(planes, planes // 2, 1, bias=False),
+                        nn.AvgPool2d(2),
+                    )
+                )
+                planes //= 2
+        self.norm = nn.BatchNorm2d(planes)
+        self.classifier = nn.Linear(planes, classes)
+
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = F.max_pool2d(F.relu(self.stem_norm(self.stem(images)), inplace=True), 3, 2, 1)
+        for index, block in enumerate(self.blocks):
+            found = [x]
+            for layer in block:
+                found.append(layer(found))
+            x = torch.cat(found, dim=1)
+            if index < len(self.transitions):
+                x = self.transitions[index](x)
+        x = F.relu(self.norm(x), inplace=True).mean(dim=(2, 3))
+        scores = self.classifier(x)
+        return scores if targets is None else F.cross_entropy(scores, targets)
+
+
+# ---------------------------------------------------------------------------------------------
 # MLP-Mixer
 # ---------------------------------------------------------------------------------------------
 
@@ -433,6 +499,20 @@ def unet_example(size: Size = "bench", *, seed: int = 0) -> Example:
     return model, (noisy, clean), {}
 
 
+def densenet_example(size: Size = "bench", *, seed: int = 0) -> Example:
+    """A DenseNet-BC, of 121 layers for the benchmark, and random images."""
+    if size == "bench":
+        config, batch, image = {"growth": 16, "blocks": (6, 12, 24, 16), "classes": 100}, 12, 128
+    else:
+        config, batch, image = {"growth": 8, "blocks": (2, 3, 3), "classes": 10}, 4, 64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DenseNet(**config)
+        images = torch.randn(batch, 3, image, image)
+        targets = torch.randint(config["classes"], (batch,))
+    return model, (images, targets), {}
+
+
 def mixer_example(size: Size = "bench", *, seed: int = 0) -> Example:
     """An MLP-Mixer and random images."""
     if size == "bench":
@@ -466,6 +546,7 @@ EXAMPLES: dict[str, Callable[..., Example]] = {
     "gpt": gpt_example,
     "resnet": resnet_example,
     "unet": unet_example,
+    "densenet": densenet_example,
     "mixer": mixer_example,
     "llama": llama_example,
 }

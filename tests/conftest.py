@@ -48,10 +48,10 @@ def measured_alone() -> Iterator[None]:
     passed to operators as tensors, and count.
     """
     yield
-    door = sys.modules.get("autockpt._torch")
-    if door is not None and door._get_current_dispatch_mode_stack():
+    modes = sys.modules.get("autockpt._torch.modes")
+    if modes is not None and modes._get_current_dispatch_mode_stack():
         gc.collect()
-        door.leave_what_is_left_behind()
+        modes.leave_what_is_left_behind()
 
 
 @pytest.fixture

@@ -208,11 +208,11 @@ def test_a_window_compiles_nothing_again() -> None:
     autockpt.optimize(model, None, optimizer=own, accumulate=4)
     for _ in range(2):
         model.step(x)
-    graphs = list(model.autockpt._graphs)
+    graphs = list(model.autockpt.planner.graphs)
     assert len(graphs) == 1
     for _ in range(3):
         model.step(x)
-    assert model.autockpt._graphs == graphs
+    assert model.autockpt.planner.graphs == graphs
 
 
 # ------------------------------------------------------------------ the graph

@@ -20,6 +20,15 @@ SOLVER_HALF = ROOT / "solvers" / "autockpt_solvers"
 ORDER = [
     "budget",
     "cache",
+    "_torch.values",
+    "_torch.nodes",
+    "_torch.joint",
+    "_torch.engine",
+    "_torch.modes",
+    "_torch.generated",
+    "_torch.tracing",
+    "_torch.failures",
+    "_torch.allocator",
     "_torch",
     "pins",
     "out_of_memory",
@@ -53,6 +62,7 @@ ORDER = [
     "ranks",
     "step",
     "choose",
+    "planner",
     "module",
     "ahead",
     "allocator",
@@ -161,6 +171,15 @@ def _imported_modules(tree: ast.Module) -> set[str]:
     return found
 
 
+def _exports(tree: ast.Module) -> list[str]:
+    """Return what a module's ``__all__`` names."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise AssertionError("there is no __all__")
+
+
 def _private(dotted: str) -> bool:
     """Return whether a name is inside one of torch's private modules; operators are not."""
     root, *rest = dotted.split(".")
@@ -255,7 +274,18 @@ def test_what_is_imported_is_what_is_declared() -> None:
 # -------------------------------------------------------------------- the door
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_MODULES.keys() - {DOOR}))
+def _is_the_door(name: str) -> bool:
+    return name == DOOR or name.startswith(f"{DOOR}.")
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(TORCH_MODULES) if not _is_the_door(n)])
+def test_nobody_goes_past_the_door(name: str) -> None:
+    inner = {used for used in _imports(TORCH_MODULES[name]) if used.startswith(f"{DOOR}.")}
+    known = {f"{DOOR}.{exported}" for exported in _exports(TORCH_MODULES[DOOR])}
+    assert inner <= known
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(TORCH_MODULES) if not _is_the_door(n)])
 def test_only_the_door_uses_torchs_private_modules(name: str) -> None:
     assert sorted(set(_private_uses(TORCH_MODULES[name]))) == []
 

@@ -78,7 +78,7 @@ def test_after_the_first_step_the_arena_needs_no_allocator() -> None:
         len([e for e in _torch.allocation_events(step_function(m, tokens())) if e > LARGE])
         for m in (mine, plain)
     ]
-    layout = layout_of(mine.autockpt._graphs[0].made.formulation, mine.plan.schedule)
+    layout = layout_of(mine.autockpt.planner.graphs[0].made.formulation, mine.plan.schedule)
     placed = sum(b.size_bytes > LARGE for b in layout.blocks)
     assert placed > 20
     assert large[1] - large[0] == placed

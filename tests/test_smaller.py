@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autockpt
-from autockpt import _torch, planning
+from autockpt import planning
 from autockpt.given import OF_A_LARGER
 from models import GPT
 from oracle import StepResult, assert_same, measure_peak, resident_bytes, run_step
@@ -114,11 +114,11 @@ def test_the_larger_ones_own_plan_stays(solved: list[int]) -> None:
     for count in (64, 32, 64, 32, 64, 32):
         step(model, rows(count, 0))
     handle = model.autockpt
-    captured = len(handle._graphs)
+    captured = len(handle.planner.graphs)
     solved.clear()
     for count in (64, 32, 64, 32):
         step(model, rows(count, 0))
-    assert len(handle._graphs) == captured == 2
+    assert len(handle.planner.graphs) == captured == 2
     assert not solved
 
 
@@ -139,7 +139,8 @@ def said() -> Iterator[list[str]]:
 def test_captures_are_bounded_and_reported(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    monkeypatch.setattr(_torch, "SIGNATURES", 3)
+    for place in ("autockpt._torch", "autockpt._torch.tracing"):
+        monkeypatch.setattr(f"{place}.SIGNATURES", 3)
     plain, model = mlp(), autockpt.optimize(mlp(), None)
     for count in (9, 8, 7, 6, 5):
         assert_same(step(model, rows(count, 0)), step(plain, rows(count, 0)))

@@ -100,7 +100,7 @@ def main() -> None:
             for _ in range(2):
                 step()
             if arena:
-                made = model.autockpt._graphs[0].made
+                made = model.autockpt.planner.graphs[0].made
                 layout = layout_of(made.formulation, made.plan.schedule)
         times = measure_times(steps, rounds=asked.rounds)
         ratio, spread = pair_ratio(times["arena"], times["allocator"])

@@ -2,10 +2,11 @@
 
     python examples/benchmarks/frontier.py --models gpt,unet --ratios 0.8,0.5
 
-For every model and peer (torch.utils.checkpoint on every block, and torch's budget partitioner at
-eight ratios) the peer's whole-step peak is measured from the allocator's events and given to
-``autockpt.optimize`` as the budget. Eager, the peer and ours are then timed in turn; step times
-are medians of ratios within a round. One table, then how much extra time ours takes over theirs.
+For every model and peer (torch.utils.checkpoint on every block, whole and with two selective
+policies, and torch's budget partitioner at eight ratios) the peer's whole-step peak is measured
+from the allocator's events and given to ``autockpt.optimize`` as the budget. Eager, the peer and
+ours are then timed in turn; step times are medians of ratios within a round. One table, then how
+much extra time ours takes over theirs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from benchmarks.measure import (
     ensure_allocator,
     measure_times,
     pair_ratio,
+    step_clock,
     step_function,
     whole_step_peak,
 )
-from benchmarks.peers import RATIOS, checkpoint_blocks, torch_budget
-from models import EXAMPLES, Example, Size
+from benchmarks.peers import RATIOS, checkpoint_blocks, checkpoint_selectively, torch_budget
+from models import EXAMPLES, Example, Size, gpt_example
 
 MODELS = ("gpt", "resnet", "unet", "bert")
+MORE = ("vit", "mixer", "densenet", "t5", "llama", "gpt_dropout")
 NOISE = 0.005  # extra time below half a percent of a step cannot be told from nothing
 
 
@@ -65,13 +68,16 @@ class Point:
 
 
 def build(name: str, size: Size) -> Example:
-    """A fresh example; without dropout, which torch's partitioner gets wrong."""
+    """A fresh example; without dropout, which torch's partitioner gets wrong, but for one."""
+    if name == "gpt_dropout":
+        return gpt_example(size, dropout=0.1)
     if name in EXAMPLES:
         return EXAMPLES[name](size)
     import hf_models  # transformers is needed for these alone
 
-    if name == "bert":
-        return hf_models.bert_example(size, dropout=0.0)
+    if name in ("bert", "t5"):
+        example = {"bert": hf_models.bert_example, "t5": hf_models.t5_example}[name]
+        return example(size, dropout=0.0)
     return hf_models.HF_EXAMPLES[name](size)
 
 
@@ -108,7 +114,7 @@ def measure_point(
     except AutockptError as error:
         ours = {"problem": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
-    times = measure_times(steps, rounds=options.pairs)
+    times = measure_times(steps, rounds=options.pairs, clock=step_clock())
     peer_time, peer_spread = pair_ratio(times["peer"], times["eager"])
     if "ours" in times:
         our_time, our_spread = pair_ratio(times["ours"], times["eager"])
@@ -158,7 +164,7 @@ def summary(points: list[Point]) -> str:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    known = (*EXAMPLES, "gpt2", "hf_llama", "bert", "vit", "t5")
+    known = (*EXAMPLES, "gpt_dropout", "gpt2", "hf_llama", "bert", "vit", "t5")
 
     def models(text: str) -> list[str]:
         unknown = [name for name in text.split(",") if name not in known]
@@ -173,13 +179,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         return values
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", type=models, default=list(MODELS), help=",".join(MODELS))
+    parser.add_argument(
+        "--models", type=models, default=list(MODELS), help=",".join((*MODELS, *MORE))
+    )
     parser.add_argument("--ratios", type=ratios, default=list(RATIOS), help="of the partitioner")
     parser.add_argument("--no-checkpoint", action="store_true", help="leave out block checkpoints")
     parser.add_argument("--pairs", type=int, default=9, help="timing rounds per point")
     parser.add_argument("--time-limit", type=float, default=60.0, help="for the solver, seconds")
     parser.add_argument("--size", choices=("bench", "test"), default="bench")
-    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="default: torch's choice; with 1, processor time is compared, which a busy machine "
+        "disturbs less",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the points here as well")
     return parser.parse_args(argv)
 
@@ -196,11 +209,16 @@ def main(argv: list[str] | None = None) -> int:
         for name in options.models:
             peers: list[tuple[str, Callable[[torch.nn.Module], Any]]] = []
             if not options.no_checkpoint:
-                peers.append(("checkpoint", checkpoint_blocks))
-            peers += [
-                (f"budget {ratio:g}", lambda model, ratio=ratio: torch_budget(model, ratio))
-                for ratio in options.ratios
-            ]
+                peers += [
+                    ("checkpoint", checkpoint_blocks),
+                    ("selective", checkpoint_selectively),
+                    ("selective/2", lambda model: checkpoint_selectively(model, every=2)),
+                ]
+            if name != "gpt_dropout":  # the partitioner draws other masks when it recomputes
+                peers += [
+                    (f"budget {ratio:g}", lambda model, ratio=ratio: torch_budget(model, ratio))
+                    for ratio in options.ratios
+                ]
             for peer, apply in peers:
                 points.append(measure_point(name, options.size, peer, apply, options))
                 print(row(points[-1]), flush=True)

@@ -31,6 +31,7 @@ __all__ = [
     "measure_times",
     "pair_ratio",
     "resident_bytes",
+    "step_clock",
     "step_function",
     "storage_bytes",
     "whole_step_peak",
@@ -283,6 +284,11 @@ def measure_times(
                 seconds[name].append(timed(contenders[name]))
             gc.collect()  # between rounds, where it disturbs nobody
     return {name: Timing(tuple(times)) for name, times in seconds.items()}
+
+
+def step_clock() -> Callable[[], float]:
+    """The clock for steps on the CPU: with one thread the processor's, which only runs for us."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def pair_ratio(times: Timing, base: Timing) -> tuple[float, float]:

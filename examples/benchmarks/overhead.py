@@ -25,6 +25,7 @@ from benchmarks.measure import (
     ensure_allocator,
     measure_times,
     pair_ratio,
+    step_clock,
     step_function,
     whole_step_peak,
 )
@@ -85,7 +86,7 @@ def measure_model(name: str, options: argparse.Namespace) -> tuple[list[Row], li
         label: whole_step_peak(ours, steps[label], (args, kwargs))
         for label, (_, ours) in planned.items()
     }
-    times = measure_times(steps, rounds=options.pairs)
+    times = measure_times(steps, rounds=options.pairs, clock=step_clock())
     rows = []
     for label, (share, ours) in planned.items():
         ratio, spread = pair_ratio(times[label], times["no limit"])
@@ -160,7 +161,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=15, help="timing rounds per model")
     parser.add_argument("--time-limit", type=float, default=60.0, help="for the solver, seconds")
     parser.add_argument("--size", choices=("bench", "test"), default="bench")
-    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="default: torch's choice; with 1, processor time is compared, which a busy machine "
+        "disturbs less",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here as well")
     return parser.parse_args(argv)
 

@@ -1,0 +1,105 @@
+"""The joint graph as AOTAutograd hands it over, and who watches the graphs made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
+from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+
+__all__ = ["JointGraph", "Partition", "Watch", "joint_graph", "saved_descriptors"]
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The joint forward and backward graph as AOTAutograd hands it to a partition function.
+
+    Attributes:
+        module: the joint graph; nodes carry ``meta["val"]`` (fake tensors).
+        primals: placeholders of parameters, buffers and inputs.
+        tangents: placeholders of the outputs' gradients.
+        seeds: placeholders of random seeds and offsets, forward and backward.
+        forward_outputs: what the forward returns (nodes or constants), then what ``backward_*``
+            says the same way of the backward.
+        mutated: for each forward output the primal whose new value it is, or None.
+    """
+
+    module: fx.GraphModule
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward_seeds: tuple[fx.Node, ...]
+    backward_seeds: tuple[fx.Node, ...]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    forward_descriptors: tuple[Any, ...]
+    backward_descriptors: tuple[Any, ...]
+    mutated: tuple[fx.Node | None, ...]
+
+
+class Watch:
+    """What wants to know when a compiled graph runs; this one wants to know nothing."""
+
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """The forward graph is about to run on ``inputs``, in the order of its placeholders."""
+
+    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the forward graph on its inputs, and return what it returns and saves."""
+        return run(args)
+
+    def forward_ends(self, outputs: Sequence[Any]) -> None:
+        """The forward graph has returned; ``outputs`` are what it returns and saves."""
+
+    def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run the backward graph on saved tensors and tangents, and return the gradients."""
+        return run(args)
+
+
+Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule, Watch]]
+
+
+def joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
+    """Read a traced joint graph, of whose outputs the first are the forward's."""
+    forward, backward, forward_desc, backward_desc = _extract_fwd_bwd_outputs(
+        module, num_fwd_outputs=num_fwd_outputs
+    )
+    placeholders = module.graph.find_nodes(op="placeholder")
+    # The same naming rules that torch's own partitioners read.
+    seeds_f = [n for n in placeholders if "fwd_seed_offset" in n.name or "fwd_base" in n.name]
+    seeds_b = [n for n in placeholders if "bwd_seed_offset" in n.name or "bwd_base" in n.name]
+    tangents = [n for n in placeholders if "tangents" in n.name]
+    others = set(seeds_f) | set(seeds_b) | set(tangents)
+    primals = [n for n in placeholders if n not in others]
+    by_position = {n.meta["desc"]: n for n in primals if "desc" in n.meta}
+    mutated = tuple(
+        by_position.get(d.mutated_input) if isinstance(d, InputMutationAOTOutput) else None
+        for d in forward_desc
+    )
+    return JointGraph(
+        module,
+        tuple(primals),
+        tuple(tangents),
+        tuple(seeds_f),
+        tuple(seeds_b),
+        tuple(forward),
+        tuple(backward),
+        tuple(forward_desc),
+        tuple(backward_desc),
+        mutated,
+    )
+
+
+def saved_descriptors(saved: Sequence[fx.Node]) -> list[Any]:
+    """Return AOTAutograd's descriptors for the tensors a forward saves, in their order."""
+    return [
+        SavedForBackwardsNoVcCheckAOTOutput(index)
+        if node.meta.get("saved_tensor_with_no_vc_check")
+        else SavedForBackwardsAOTOutput(index)
+        for index, node in enumerate(saved)
+    ]

@@ -1,0 +1,361 @@
+"""Dynamo and AOTAutograd: from a module to a callable that runs our graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.compiler.config as compiler_config
+from torch import fx, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import trace_rules
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.types import ConvertFrameReturn
+from torch._guards import TracingContext
+from torch.nn.modules import module as modules
+
+from autockpt._torch.generated import boxed
+from autockpt._torch.joint import Partition, Watch, joint_graph
+
+__all__ = [
+    "SIGNATURES",
+    "compile_forward",
+    "compile_pieces",
+    "counters_of",
+    "has_lazy_parameters",
+    "opaque",
+    "unguarded",
+    "while_tracing",
+]
+
+
+# Kinds of input one model is captured for before it runs plainly on further ones.
+SIGNATURES = 64
+
+# The same for a frame that a graph broke in.
+_RESUMED = 3
+
+_GLOBAL_HOOKS = re.compile("_global_(forward|backward).*hooks$")
+
+
+def counters_of(model: nn.Module) -> dict[str, int]:
+    """Return the integers among the attributes of the model's modules, by Dynamo's name for them.
+
+    The name is a regular expression, since Dynamo writes submodules in several ways:
+    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        parts = [rf"\W+(__dict__\W+)?(_modules\W+)?{part}" for part in path.split(".") if part]
+        for name, value in vars(module).items():
+            if type(value) is int:
+                found[rf"L\['model'\]{''.join(parts)}\W+{name}$"] = value
+    return found
+
+
+def compile_forward(
+    model: nn.Module, partition: Partition, counters: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Return a callable that runs ``model`` like ``model(...)``, through ``partition``'s graphs.
+
+    Dynamo traces the call (hooks included) at its first run and again when its guards fail. For
+    each graph that needs gradients ``partition`` is called once with the joint graph; a graph
+    without gradients runs as it was traced.
+
+    ``counters`` are names as :func:`counters_of` gives them: a trace holds for any value of theirs,
+    where otherwise it is made anew for each.
+
+    The traced function gets a code object of its own: Dynamo keeps its cache and its recompile
+    limit per code object, so that models do not share them and dropping the callable drops them.
+    """
+
+    def autockpt_forward(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    entry = types.FunctionType(
+        autockpt_forward.__code__.replace(),
+        autockpt_forward.__globals__,
+        autockpt_forward.__name__,
+        None,
+        autockpt_forward.__closure__,
+    )
+    entry.__kwdefaults__ = autockpt_forward.__kwdefaults__
+
+    backend = _Backend(partition)
+    compiled = torch.compile(entry, backend=backend.for_dynamo, fullgraph=True, dynamic=False)
+    return _patched(compiled, backend, counters=counters)
+
+
+def compile_pieces(
+    model: nn.Module,
+    partition: Partition,
+    given_up: set[str],
+    skipped: Callable[[bool], None],
+    *,
+    numbers: bool,
+) -> Callable[..., Any]:
+    """Return a callable that runs ``model.forward`` as several graphs, with plain Python between.
+
+    Where Dynamo cannot trace on, a graph ends; what it cannot trace runs plainly, and so does
+    everything called from there. ``partition`` is called with each graph in turn. Where nothing of
+    a frame can be traced (a loop with a break inside), it runs plainly, and ``skipped`` is called
+    with whether that is one behind a break.
+
+    ``numbers`` says whether a number read from a tensor is traced, so that it may be any. Not where
+    a size depends on it: then it ends a graph, and the next one holds for its value alone.
+
+    ``given_up`` takes the names of frames behind a break that cannot be traced any more, such as
+    those behind a number that changes with every step. They run plainly from then on, also where
+    the same set is passed again; so the graphs stay the same.
+
+    Hooks of the model itself are not run: for a model without them.
+    """
+    # The user's own code object would be shared with other models and with torch.compile.
+    own = getattr(model.forward, "__func__", None)
+    if own is None or not isinstance(own, types.FunctionType):
+        skipped(False)
+        return model._call_impl
+    entry = types.FunctionType(
+        own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
+    )
+    entry.__kwdefaults__ = own.__kwdefaults__
+    backend = _Backend(partition)
+    context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=False, dynamic=False)
+    context.callback = _OwnFrames(context.callback, entry.__code__, given_up, skipped)
+    compiled = context(entry)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(model, *args, **kwargs)
+
+    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
+
+
+class _OwnFrames:
+    """Dynamo's callback for new frames, kept to one function and what is resumed of it."""
+
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        code: types.CodeType,
+        given_up: set[str],
+        skipped: Callable[[bool], None],
+    ) -> None:
+        self._torchdynamo_orig_backend = self.inner = inner
+        self.code = code
+        self.given_up = given_up
+        self.skipped = skipped
+
+    def __call__(self, frame: Any, cache_entry: Any, state: Any) -> ConvertFrameReturn:
+        code = frame.f_code
+        resumed = code.co_name.startswith("torch_dynamo_resume_in")
+        if code is self.code or (resumed and code.co_name not in self.given_up):
+            # What has run of the step cannot run again: a frame that fails to trace runs plainly.
+            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
+                result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
+                if result.guarded_code is not None:
+                    return result
+            if resumed:
+                self.given_up.add(code.co_name)
+            self.skipped(resumed)
+        # Not for good: the code object is the user's, and others may trace it.
+        return ConvertFrameReturn(
+            frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
+            apply_to_code=False,
+        )
+
+
+@contextlib.contextmanager
+def _recurrent_layers_end_graphs() -> Iterator[None]:
+    """Let a trace break where a recurrent layer is called; by itself it gives the frame up."""
+    refused = trace_rules._disallowed_callable_ids
+    layers = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    added = [id(layer) for layer in layers if id(layer) not in refused()]
+    refused().update(added)
+    try:
+        with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            yield
+    finally:
+        refused().difference_update(added)
+
+
+def while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of constants that a trace calls as it meets it, and takes no part of."""
+    called: Callable[..., Any] = torch.compiler.assume_constant_result(function)
+    return called
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one that no trace looks into."""
+    hidden: Callable[..., Any] = torch._dynamo.disable(function)
+    return hidden
+
+
+def _patched(
+    compiled: Callable[..., Any],
+    backend: _Backend,
+    limit: int | None = None,
+    counters: Collection[str] = (),
+    numbers: bool = True,
+) -> Callable[..., Any]:
+    """Return the callable as it is to be called; it keeps its backend alive."""
+    varying: Any = compiler_config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Hooks that come and go after the capture are guarded on.
+        with (
+            dynamo_config.patch(
+                ignore_logging_functions=_said_once(),
+                skip_nnmodule_hook_guards=False,
+                # A gradient taken inside the forward is part of the graph.
+                trace_autograd_ops=True,
+                # NumPy's draws are NumPy's: traced, they would be torch's.
+                use_numpy_random_stream=True,
+                recompile_limit=limit or SIGNATURES,
+                capture_scalar_outputs=numbers,
+                allow_unspec_int_on_nn_module=bool(counters),
+            ),
+            varying.patch(dynamic_sources=",".join(sorted(counters))),
+        ):
+            return compiled(*args, **kwargs)
+
+    call.backend = backend  # type: ignore[attr-defined]
+    return call
+
+
+class _Backend:
+    """A Dynamo backend that runs ``partition``'s graphs.
+
+    Dynamo keeps every backend it has met; it gets :attr:`for_dynamo`, which keeps nothing alive.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.watches: list[Watch] = []
+        here = weakref.ref(self)
+
+        def for_dynamo(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            there = here()
+            assert there is not None, "a callable is traced whose backend is gone"
+            return there.compile(module, inputs)
+
+        self.for_dynamo = for_dynamo
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs a graph that Dynamo has traced."""
+        # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
+        # the partition function.
+        # backward_pass_autocast: users leave the autocast context before the backward.
+        # fallback_random: a draw that nobody uses moves the generator all the same.
+        with (
+            functorch_config.patch(
+                donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
+            ),
+            inductor_config.patch(fallback_random=True),
+        ):
+            # AOTAutograd keeps the compiler with the graph: of the watches alone, not of this.
+            compiler = functools.partial(_runnable, self.watches)
+            compiled: Callable[..., Any] = aot_autograd(
+                fw_compiler=compiler,
+                bw_compiler=compiler,
+                partition_fn=self._partition_fn,
+            )(module, inputs)
+        return compiled
+
+    def _partition_fn(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward, watch = self.partition(joint_graph(joint, num_fwd_outputs))
+        # Torch copies graph modules before it compiles them; a number in their meta survives.
+        forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(self.watches)
+        self.watches.append(watch)
+        forward.meta["autockpt_outputs"] = num_fwd_outputs
+        return forward, backward
+
+
+def _runnable(
+    watches: Sequence[Watch], module: fx.GraphModule, _inputs: Any
+) -> Callable[[list[Any]], Any]:
+    """Return a graph as what AOTAutograd calls, with its watch in between where it has one."""
+    _give_no_buffer_away()
+    run = boxed(module)
+    if "autockpt_forward" in module.meta:
+        watch = watches[module.meta["autockpt_forward"]]
+        return _watched_forward(run, watch, module.meta["autockpt_outputs"])
+    if "autockpt_backward" in module.meta:
+        return _watched_backward(run, watches[module.meta["autockpt_backward"]])
+    return run
+
+
+def _give_no_buffer_away() -> None:
+    """Keep torch from refusing retain_graph.
+
+    It refuses where saved tensors may be donated to the backward. That is switched off here, but
+    the None it leaves behind counts as donated; an empty list does not.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
+        metadata.bw_donated_idxs = []
+
+
+def _said_once() -> set[Callable[..., Any]]:
+    """Logger methods such as ``warning_once``, which a trace may skip: they say a thing once."""
+    methods = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
+    return dynamo_config.ignore_logging_functions | methods
+
+
+def _watched_forward(
+    run: Callable[[list[Any]], Any], watch: Watch, count: int
+) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        watch.forward_begins(args)
+        inputs = {id(arg) for arg in args if isinstance(arg, torch.Tensor)}
+        outputs = watch.run_forward(run, args)
+        watch.forward_ends(outputs)
+        # Autograd saves an input as the tensor object it is: after ``p.data = ...`` the backward
+        # would read the new memory. A detached alias goes on to mean the memory of this forward.
+        saved = [o.detach() if id(o) in inputs else o for o in outputs[count:]]
+        return (*outputs[:count], *saved)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _watched_backward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        return watch.run_backward(run, args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def unguarded(model: nn.Module) -> Callable[[], list[Any]]:
+    """Return a function for what a trace of the model takes for granted and does not guard on.
+
+    These are the forwards of its modules' classes and the hooks of all modules. The function is
+    called before each forward: it is cheap.
+    """
+    classes = list({type(module) for module in model.modules()})
+    hooks = [value for name, value in vars(modules).items() if _GLOBAL_HOOKS.match(name)]
+
+    def now() -> list[Any]:
+        return [*(cls.forward for cls in classes), *(h for one in hooks for h in one.values())]
+
+    return now
+
+
+def has_lazy_parameters(model: nn.Module) -> bool:
+    """Return whether some of the model's parameters get their shape at its first forward."""
+    return any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())

@@ -1,0 +1,37 @@
+"""Tensors and the memory behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["is_fake", "map_tensors", "storage_key", "storage_uses", "tensor_leaves"]
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and Python objects hold a tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number equal for two (fake) tensors exactly when they share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has shape and dtype but no data."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a nested structure with ``function`` applied to each tensor in it."""
+    return tree_map_only(torch.Tensor, function, value)
+
+
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested structure of tuples, lists, dicts and registered classes."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
