@@ -155,7 +155,10 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo :func:`optimize`: the model runs as it did before. Returns the model."""
     handle = vars(model).get("autockpt")
     if isinstance(handle, Handle):
-        handle.detach()
+        if handle.model is model:
+            handle.detach()
+        else:  # a shallow copy of an optimised model, which stays optimised
+            handle.take_off(model)
     return model
 
 
@@ -216,7 +219,7 @@ class Handle:
         self.model.__dict__["autockpt"] = self
         self._show(self.plan)
         for name in _STEPS:
-            if self._may_show(name):
+            if _may_show(self.model, name):
                 self.model.__dict__[name] = getattr(self, name)
 
     def detach(self) -> None:
@@ -228,19 +231,14 @@ class Handle:
             self._several.end()
         if self._memory is not None:
             self._memory.release()
-        for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
-            if name in _SHORT_CUTS and not self._may_show(name):
-                continue
-            self.model.__dict__.pop(name, None)
+        self.take_off(self.model)
         self._forget()
 
-    def _may_show(self, name: str) -> bool:
-        """A short cut never hides what the model's class or the user defines by that name."""
-        taken = hasattr(type(self.model), name) or name in self.model._modules
-        taken = taken or name in self.model._parameters or name in self.model._buffers
-        value = self.model.__dict__.get(name)
-        owner = getattr(value, "__self__", None)
-        return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
+    def take_off(self, model: nn.Module) -> None:
+        """Remove what :meth:`attach` has set, from the model or from a shallow copy of it."""
+        for name in ("_compiled_call_impl", "autockpt", *_SHORT_CUTS):
+            if name not in _SHORT_CUTS or _may_show(model, name):
+                model.__dict__.pop(name, None)
 
     def _explained(self, plan: Plan) -> Plan:
         """The plan with what it is one of, and the choice of the micro-batches it is for."""
@@ -259,7 +257,7 @@ class Handle:
     def _show(self, plan: Plan | None) -> None:
         plan = None if plan is None else self._explained(plan)
         self.plan = plan
-        if self._may_show("plan"):
+        if _may_show(self.model, "plan"):
             self.model.__dict__["plan"] = plan
 
     def __getstate__(self) -> dict[str, Any]:
@@ -655,6 +653,15 @@ class Handle:
 
 
 # ------------------------------------------------------------------ small questions to a model
+
+
+def _may_show(model: nn.Module, name: str) -> bool:
+    """A short cut never hides what the model's class or the user defines by that name."""
+    taken = hasattr(type(model), name) or name in model._modules
+    taken = taken or name in model._parameters or name in model._buffers
+    value = model.__dict__.get(name)
+    owner = getattr(value, "__self__", None)
+    return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
 
 
 def _read(joint: _torch.JointGraph) -> tuple[str, Capture]:

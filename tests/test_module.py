@@ -236,6 +236,21 @@ def saved(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+def test_what_is_done_to_a_shallow_copy_leaves_the_model_optimised() -> None:
+    model, x = optimised()
+    model(x).backward()
+    handle, shallow = model.autockpt, copy.copy(model)
+    autockpt.restore(shallow)
+    assert "autockpt" not in vars(shallow)
+    assert "step" not in vars(shallow)
+    again = autockpt.optimize(copy.copy(model), None)
+    assert again.autockpt is not handle
+    assert model.autockpt is handle
+    model.zero_grad(set_to_none=True)
+    measured = resident_bytes(model, x) + measure_peak(lambda: model(x).backward()).delta_bytes
+    assert measured <= tight()
+
+
 @pytest.mark.parametrize("forwards", [0, 2])
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
 def test_a_copy_is_optimised_and_its_own(
