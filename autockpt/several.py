@@ -1,9 +1,9 @@
 """Several: a model of several graphs, trained under one budget.
 
-The first steps run every graph with nothing kept that can be computed again; one in which nothing
-was captured is recorded. Its graphs and what ran between them then make one problem
-(:mod:`autockpt.joined`), whose schedule is handed back to the graphs; they are compiled again where
-theirs has changed.
+The first steps run every graph with nothing kept that can be computed again, or with its smallest
+peak where that does not fit; a step in which nothing was captured is recorded. Its graphs and what
+ran between them then make one problem (:mod:`autockpt.joined`), whose schedule is handed back to
+the graphs; they are compiled again where theirs has changed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from autockpt.parts import Mode, Part, own_children
 from autockpt.planning import Made, Options, budget_of, formulated, origin_of, solved
 from autockpt.profile import profile
 from autockpt.record import Kind, Record, Recorder
+from autockpt.resident import distinct_bytes
 from autockpt.rewrite import rewrite
 from autockpt.unforeseen import lacking
+from autockpt_solvers.memory import simulate
+from autockpt_solvers.minimum import minimum
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.schedule import Schedule, free_early
+from autockpt_solvers.schedule import BARRIER, Schedule, free_early
 
 __all__ = ["Several"]
 
@@ -52,6 +55,27 @@ class _Decided:
 
     absent: frozenset[int]
     schedule: Schedule | None
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What one graph takes of the memory under a schedule."""
+
+    peak_bytes: int
+    kept_bytes: int  # between its forward and its backward
+    gradient_bytes: int
+
+    @classmethod
+    def of(cls, problem: Problem, schedule: Schedule) -> _Weight:
+        """Return what a graph takes under a schedule."""
+        trace = simulate(problem, schedule)
+        kept = trace.live_bytes[schedule.steps.index(BARRIER)]
+        return cls(trace.peak_bytes, kept, _gradient_bytes(problem))
+
+
+def _gradient_bytes(problem: Problem) -> int:
+    made = problem.live_at_end - problem.live_at_barrier
+    return sum(problem.storages[storage].size_bytes for storage in made)
 
 
 class Several:
@@ -81,6 +105,7 @@ class Several:
         self._decided: dict[Key, _Decided] = {}
         self._seen: set[tuple[bool, tuple[Key, ...]]] = set()
         self._running: list[Key] = []
+        self._weights: dict[Key, _Weight] = {}
         self._recorded = Around()  # what is there during the step that is recorded
         self._capture_s = 0.0
         self.recorder: Recorder | None = None
@@ -128,7 +153,8 @@ class Several:
         in_case: tuple[str, ...] = ()
         while True:
             formulation = self._formulated(captured, type(part.module).__name__, in_case)
-            schedule = _of(formulation.problem, decided.schedule)
+            problem = formulation.problem
+            schedule, chosen = self._scheduled(problem, decided.schedule)
             forward, backward = rewrite(formulation, schedule, in_case)
             if not captured.absent:
                 break  # any other backward needs no more than this one
@@ -140,16 +166,52 @@ class Several:
             formulation.problem,
             schedule,
             None,
-            solver="decided" if decided.schedule else "least kept",
+            solver=chosen,
             solve_time_s=0.0,
             lower_bound_s=0.0,
         )
         made = Made(plan, formulation)
         piece = _Piece(self, key, part, joint, captured, made)
         piece.saved = saved_placeholders(backward, captured)
+        self._weights[key] = _Weight.of(problem, schedule)
         self.captures += 1
         self._capture_s = time.perf_counter() - started
         return forward, backward, piece
+
+    def _scheduled(self, problem: Problem, decided: Schedule | None) -> tuple[Schedule, str]:
+        """Return how one graph runs, and who says so.
+
+        Before there is a plan, graphs to come want room as well: nothing is kept that can be
+        computed again. But where a graph's backward makes too much of it at once, what has the
+        smallest peak runs.
+        """
+        if decided is not None:
+            order = decided.forward_computes, decided.backward_computes
+            return free_early(problem, *order), "decided"
+        least = stage_schedule(problem, on_demand(Demand(problem), frozenset()))
+        weight, room_bytes = _Weight.of(problem, least), self._room_bytes(problem)
+        if room_bytes is not None and weight.peak_bytes > room_bytes:
+            smallest = minimum(problem, time_limit_s=self.options.time_limit_s).schedule
+            other = _Weight.of(problem, smallest)
+            # What it keeps is missing to the others.
+            if weight.peak_bytes - other.peak_bytes > other.kept_bytes - weight.kept_bytes:
+                return smallest, "smallest peak"
+        return least, "least kept"
+
+    def _room_bytes(self, problem: Problem) -> int | None:
+        """Return what the budget leaves to the graph that is captured now; None without one.
+
+        Its backward runs beside what the graphs before it keep, and the gradients of those to come.
+        """
+        budget_bytes = budget_of(self.options, self.device)
+        if budget_bytes is None:
+            return None
+        before = [self._weights[key] for key in self._running if key in self._weights]
+        new = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+        to_come = distinct_bytes(new, self.device) - _gradient_bytes(problem)
+        to_come -= sum(weight.gradient_bytes for weight in before)
+        kept = sum(weight.kept_bytes for weight in before)
+        return budget_bytes - self.around().resident_bytes - kept - max(0, to_come)
 
     # -------------------------------------------------------------- a training forward
 
@@ -311,13 +373,6 @@ def _in_short(reason: str) -> str:
     """The user's line and the first sentence of what is wrong there."""
     lines = [line.strip() for line in reason.splitlines()[1:] if line.strip()]
     return lines[0] if lines else reason
-
-
-def _of(problem: Problem, decided: Schedule | None) -> Schedule:
-    """Return what is decided for a problem; else the schedule that keeps the least it can."""
-    if decided is None:
-        return stage_schedule(problem, on_demand(Demand(problem), frozenset()))
-    return free_early(problem, decided.forward_computes, decided.backward_computes)
 
 
 class _Piece(Graph):

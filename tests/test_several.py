@@ -141,6 +141,30 @@ def test_gradients_peak_and_prediction(build: type[nn.Module]) -> None:
         assert all(abs(peak - model.plan.peak_bytes) <= 0.01 * peak for peak in peaks)
 
 
+class Checked(nn.Module):
+    """Nearly all of it is one graph; what it returns is looked at behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [part for _ in range(8) for part in (nn.Linear(16, 16), nn.GELU(), nn.Tanh())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return y.square().mean() if y.detach().abs().max().item() < 1e9 else y.mean()
+
+
+def test_the_first_steps_keep_the_budget_too() -> None:
+    def peaks(budget: int | None, steps: int) -> list[int]:
+        torch.manual_seed(0)
+        model, x = autockpt.optimize(Checked(), budget), torch.randn(256, 16)
+        return [whole_step_peak(model, lambda: model(x).backward(), (x,)) for _ in range(steps)]
+
+    free = peaks(None, 3)[-1]
+    budget = free * 6 // 10
+    assert max(peaks(budget, 4)) <= budget
+
+
 def test_a_step_over_micro_batches() -> None:
     torch.manual_seed(0)
     plain = Branching().double()
