@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,16 @@ def measured_alone() -> Iterator[None]:
     if modes is not None and modes._get_current_dispatch_mode_stack():
         gc.collect()
         modes.leave_what_is_left_behind()
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """Tests at the minimum leave no room for what piles up around the model, which is warned of."""
+    logger = logging.getLogger("autockpt")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +39,8 @@ SEVERAL_GRAPHS = (
 ONE_GRAPH = [name for name in CASES if name not in SEVERAL_GRAPHS]
 BUDGETS = ("100%", "60%", "40%", "minimum")
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 
 def loaded(path: Path) -> ModuleType:
     """The module of a file whose name is no identifier."""
@@ -50,16 +51,6 @@ def loaded(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # pickle looks classes up by it
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The cases' budgets leave no room for gradients that pile up, which is warned of."""
-    logger = logging.getLogger("autockpt")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
 
 
 def batches(case: ModuleType) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -13,7 +13,7 @@ import logging
 import pickle
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,17 +36,10 @@ Script = Callable[[nn.Module], list[Any]]
 
 
 # Importing what gradients that go forward need.
-pytestmark = pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Plans at the minimum have no room for what some scripts pile up, which is warned of."""
-    logger = logging.getLogger("autockpt")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 
 class Net(nn.Module):

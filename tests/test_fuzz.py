@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,15 +23,7 @@ from oracle import assert_same, measure_peak, resident_bytes, run_step
 
 CI_MODELS = 60
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """A budget that the user's loss alone exceeds is warned of; there are many here."""
-    logger = logging.getLogger("autockpt")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def step(model: nn.Module, program: Program) -> tuple[Tensor, ...]:

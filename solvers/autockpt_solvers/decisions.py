@@ -16,6 +16,8 @@ from autockpt_solvers.units import format_bytes, format_seconds
 
 __all__ = ["Decision", "decide", "why_in_place"]
 
+Action = Literal["kept", "recomputed", "freed", "in place"]
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -38,7 +40,7 @@ class Decision:
     module_path: str
     source: str
     size_bytes: int
-    action: Literal["kept", "recomputed", "freed", "in place"]
+    action: Action
     times: int
     reason: str
     in_place: str = ""
@@ -88,47 +90,39 @@ def decide(problem: Problem, schedule: Schedule) -> tuple[Decision, ...]:
         for step in schedule.steps
         if isinstance(step, Compute) and step.over is not None
     }
-    decisions = []
+    found: list[Decision] = []
+
+    def add(index: int, storage: int, action: Action, reason: str) -> None:
+        op = problem.operations[index]
+        found.append(
+            Decision(
+                name=problem.storages[storage].name,
+                module_path=op.module_path,
+                source=op.source,
+                size_bytes=problem.storages[storage].size_bytes,
+                action=action,
+                times=use.copies[storage] if action == "recomputed" else 0,
+                reason=reason,
+                in_place=_in_place(problem, index, over),
+            )
+        )
+
     for index in problem.forward:
         op = problem.operations[index]
         for storage in op.outputs:
-            if storage not in use.made:
-                continue
-            times = use.copies[storage]
-            action: Literal["kept", "recomputed", "freed"] = "freed"
-            if times:
-                action = "recomputed"
-            elif storage in use.at_barrier:
-                action = "kept"
-            decisions.append(
-                Decision(
-                    name=problem.storages[storage].name,
-                    module_path=op.module_path,
-                    source=op.source,
-                    size_bytes=problem.storages[storage].size_bytes,
-                    action=action,
-                    times=times,
-                    reason=_reason(problem, op, storage, use),
-                    in_place=_in_place(problem, index, over),
-                )
-            )
+            if storage in use.made:
+                add(index, storage, _action(storage, use), _reason(problem, op, storage, use))
     for index in problem.backward:
-        op = problem.operations[index]
         if index in over:
-            storage = op.outputs[0]
-            decisions.append(
-                Decision(
-                    name=problem.storages[storage].name,
-                    module_path=op.module_path,
-                    source=op.source,
-                    size_bytes=problem.storages[storage].size_bytes,
-                    action="in place",
-                    times=0,
-                    reason="takes no memory of its own",
-                    in_place=_in_place(problem, index, over),
-                )
-            )
-    return tuple(decisions)
+            storage = problem.operations[index].outputs[0]
+            add(index, storage, "in place", "takes no memory of its own")
+    return tuple(found)
+
+
+def _action(storage: int, use: _Use) -> Action:
+    if use.copies[storage]:
+        return "recomputed"
+    return "kept" if storage in use.at_barrier else "freed"
 
 
 def why_in_place(problem: Problem, index: int, storage: int) -> str:
