@@ -211,7 +211,8 @@ class Several:
         to_come = distinct_bytes(new, self.device) - _gradient_bytes(problem)
         to_come -= sum(weight.gradient_bytes for weight in before)
         kept = sum(weight.kept_bytes for weight in before)
-        return budget_bytes - self.around().resident_bytes - kept - max(0, to_come)
+        there = self._recorded if self.recorder is not None else self.around()
+        return budget_bytes - there.resident_bytes - kept - max(0, to_come)
 
     # -------------------------------------------------------------- a training forward
 
