@@ -255,7 +255,7 @@ class DenseLayer(nn.Module):
         self.norm2 = nn.BatchNorm2d(4 * growth)
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
 
-    def forward(self, found: list[Tensor]) -> Tensor:
+    def forward(self, *found: Tensor) -> Tensor:
         x = self.conv1(F.relu(self.norm1(torch.cat(found, dim=1)), inplace=True))
         return self.conv2(F.relu(self.norm2(x), inplace=True))
 
@@ -295,7 +295,7 @@ class DenseNet(nn.Module):
         for index, block in enumerate(self.blocks):
             found = [x]
             for layer in block:
-                found.append(layer(found))
+                found.append(layer(*found))
             x = torch.cat(found, dim=1)
             if index < len(self.transitions):
                 x = self.transitions[index](x)
