@@ -103,6 +103,8 @@ def measure(step: Callable[[], Any], model: nn.Module | None = None) -> Measurem
     if _torch.is_profiled():
         raise InputError("this thread is being profiled already; measure outside the profiler.")
     device = torch.device("cpu") if model is None else placement(model)
+    handle = getattr(model, "autockpt", None)
+    resident_bytes = 0 if handle is None else handle.bytes_before()
     if model is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
     onlooker = _Onlooker(device)
@@ -114,8 +116,7 @@ def measure(step: Callable[[], Any], model: nn.Module | None = None) -> Measurem
         events = _cuda_events(snapshot, device)
     else:
         events, ranges = _torch.watched_step(lambda: onlooker.watch(step))
-    plan = getattr(getattr(model, "autockpt", None), "plan", None)
-    resident_bytes = 0 if plan is None else plan.problem.resident_bytes
+    plan = getattr(handle, "plan", None)
     live = [resident_bytes]
     for event in events:
         live.append(live[-1] + event.size_bytes)

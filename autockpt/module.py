@@ -260,6 +260,18 @@ class Handle:
         if _may_show(self.model, "plan"):
             self.model.__dict__["plan"] = plan
 
+    def bytes_before(self) -> int:
+        """What the plan says is there throughout, less its gradients that are not there now."""
+        if self.plan is None:
+            return 0
+        found = [g.around for g in self.planner.graphs if g.made.plan.problem is self.plan.problem]
+        if self._several is not None:
+            found = [self._several.recorded]
+        if not any(around.gradients_exist or around.accumulates for around in found):
+            return self.plan.problem.resident_bytes
+        missing = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+        return self.plan.problem.resident_bytes - distinct_bytes(missing, self.planner.device)
+
     def __getstate__(self) -> dict[str, Any]:
         # Not the optimizer, which is for this model's parameters, nor the loss that goes with it.
         accumulate = self._stepper.accumulate

@@ -106,7 +106,7 @@ class Several:
         self._seen: set[tuple[bool, tuple[Key, ...]]] = set()
         self._running: list[Key] = []
         self._weights: dict[Key, _Weight] = {}
-        self._recorded = Around()  # what is there during the step that is recorded
+        self.recorded = Around()  # what is there during the step that is recorded
         self._capture_s = 0.0
         self.recorder: Recorder | None = None
         self._discarded = 0
@@ -211,7 +211,7 @@ class Several:
         to_come = distinct_bytes(new, self.device) - _gradient_bytes(problem)
         to_come -= sum(weight.gradient_bytes for weight in before)
         kept = sum(weight.kept_bytes for weight in before)
-        there = self._recorded if self.recorder is not None else self.around()
+        there = self.recorded if self.recorder is not None else self.around()
         return budget_bytes - there.resident_bytes - kept - max(0, to_come)
 
     # -------------------------------------------------------------- a training forward
@@ -225,7 +225,7 @@ class Several:
         assert self._root is not None
         self._after_step()
         if self.recorder is None and self._wanted():
-            self._recorded = self.around()
+            self.recorded = self.around()
             self.recorder = Recorder(self.device)
         self._running = []
         captures = self.captures
@@ -295,7 +295,7 @@ class Several:
         keys = tuple(piece.key_in_step for piece in record.sequence)
         if not record.complete:
             return
-        self._seen.add((self._recorded.gradients_exist, keys))
+        self._seen.add((self.recorded.gradients_exist, keys))
         if record.regular:
             self._learn(record)
 
@@ -307,7 +307,7 @@ class Several:
             e.graph.key_in_step: e.graph.arrived for e in record.events if e.kind is Kind.BACKWARD
         }
         members = [self._member(piece, absent.get(piece.key_in_step)) for piece in record.sequence]
-        around = self._recorded
+        around = self.recorded
         joined = join(
             record,
             members,

@@ -99,3 +99,15 @@ def test_both_timelines_are_exported(gpt, tmp_path: Path) -> None:
 def test_a_step_is_not_measured_twice_at_once() -> None:
     with torch.autograd.profiler.profile(), pytest.raises(InputError, match="profiled already"):
         autockpt.measure(lambda: None)
+
+
+def test_gradients_that_a_step_makes_count_once() -> None:
+    """The plan of a step over micro-batches takes them to be there all the time."""
+    model, x = mlp(dim=64, layers=3)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    autockpt.optimize(model, None, optimizer=own, accumulate=4)
+    for _ in range(3):
+        model.step(x)
+    found = autockpt.measure(lambda: model.step(x), model)
+    assert found.peak_bytes == whole_step_peak(model, lambda: model.step(x), x)
+    assert abs(found.peak_bytes - model.plan.peak_bytes) <= 0.01 * found.peak_bytes
