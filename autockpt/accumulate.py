@@ -121,15 +121,16 @@ def accumulating(backward: fx.GraphModule, capture: Capture) -> tuple[fx.GraphMo
     for old, new in copies.items():
         new.meta = dict(old.meta)
     own_products = {node.name: turned for node, turned in products(capture).items()}
+    primals = joint.differentiated
     positions = [
         position
-        for position, (value, primal) in enumerate(zip(outputs, joint.primals, strict=False))
+        for position, (value, primal) in enumerate(zip(outputs, primals, strict=False))
         if isinstance(value, fx.Node) and is_leaf(primal)
     ]
     last = graph.find_nodes(op="placeholder")[-1]
     for position in positions:
         with graph.inserting_after(last):
-            last = graph.placeholder(f"gradient_of_{joint.primals[position].name}")
+            last = graph.placeholder(f"gradient_of_{primals[position].name}")
         value = outputs[position]
         assert isinstance(value, fx.Node)
         outputs[position] = _accumulated(graph, value, last, own_products)
@@ -198,7 +199,7 @@ class Accumulating(_torch.Watch):
         self._parts: tuple[fx.GraphModule, Capture] | None = (backward, capture)
         self._run: Callable[[list[Any]], Any] | None = None
         self._positions: list[int] = []
-        self._count = len(capture.joint.primals)
+        self._count = len(capture.joint.differentiated)
 
     def forward_begins(self, inputs: Sequence[Any]) -> None:
         """Pass on."""

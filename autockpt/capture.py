@@ -113,6 +113,8 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
     Raises:
         CaptureError: where the graph writes into memory in a way that cannot be repeated safely.
     """
+    for node in joint.module.graph.nodes:
+        _refuse_layout(node)
     absent = assumed_absent(joint) if absent is None else frozenset(absent)
     joint = without_tangents(joint, absent)
     _drop_false_dependences(joint)
@@ -134,8 +136,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
         tensor = tensors(tangent)[0]
         known[_torch.storage_key(tensor)] = len(storages)
         lives_in[tangent] = (len(storages),)
-        size = tensor.numel() * tensor.element_size()
-        storages.append(CapturedStorage(tangent.name, size, -1, (tangent,)))
+        storages.append(CapturedStorage(tangent.name, _span_bytes(tensor), -1, (tangent,)))
     order = [n for n in nodes if n in needed and n not in backward]
     order += [n for n in nodes if n in needed and n in backward]
     operations: list[fx.Node] = []
@@ -196,6 +197,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
 
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor of these strides takes: torch gives a tangent those of its output."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
 def _rides_along(node: fx.Node, fresh: Mapping[int, Any]) -> bool:
     """A pick, or a node whose every tensor lies in memory that was there before it."""
     if _torch.getitem_index(node) is not None:
@@ -223,8 +232,7 @@ def _roots(node: fx.Node, owners: list[torch.Tensor]) -> tuple[str, tuple[fx.Nod
 
 
 def _gradient_of(joint: JointGraph, position: int) -> fx.Node | None:
-    """The backward's outputs stand in the order of the forward's inputs."""
-    primals = joint.primals
+    primals = joint.differentiated
     return primals[position] if position < len(primals) else None
 
 
@@ -263,15 +271,21 @@ def _drop_false_dependences(joint: JointGraph) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _refuse(node: fx.Node) -> None:
-    """Raise for what cannot be planned: unknown sizes, other layouts, writes in place."""
-    where = _torch.source_line(node) or node.name
+def _refuse_layout(node: fx.Node) -> None:
+    """Raise for memory that cannot be looked at."""
     for tensor in tensors(node):
         if tensor.layout is not torch.strided:
             raise CaptureError(
-                f"{where}: {node.target} makes a {tensor.layout} tensor, whose memory cannot be "
-                "planned. Use dense tensors here (for nn.Embedding: sparse=False)."
+                f"{_torch.source_line(node) or node.name}: {node.target} makes a {tensor.layout} "
+                "tensor, whose memory cannot be planned. Use dense tensors here (for nn.Embedding: "
+                "sparse=False)."
             )
+
+
+def _refuse(node: fx.Node) -> None:
+    """Raise for what cannot be planned: unknown sizes, writes in place."""
+    where = _torch.source_line(node) or node.name
+    for tensor in tensors(node):
         if not all(isinstance(size, int) for size in tensor.shape):
             raise CaptureError(
                 f"{where}: the size of what {node.target} makes depends on data, so its memory "

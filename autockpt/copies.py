@@ -53,6 +53,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     def look(tensor: torch.Tensor) -> tuple[object, ...]:
         size = tensor.untyped_storage().nbytes()
-        return tensor.shape, tensor.stride(), tensor.storage_offset(), size
+        flags = tensor.is_conj(), tensor.is_neg()  # a copy of a conjugate is the conjugate, made
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), size, *flags
 
     return look(one) == look(other)

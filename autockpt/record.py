@@ -170,6 +170,11 @@ class Recorder:
         if not self.active:
             return run()
         self._collect()
+        if name == "aten.clone.default" and len(inputs) > 1:
+            # Torch copies a sparse gradient only where somebody looks on.
+            copied = run()
+            self._same(_torch.strided_parts(copied), inputs)
+            return copied
         read = tuple(dict.fromkeys(self._number(tensor) for tensor in inputs))
         key = (name, *((tuple(t.shape), tuple(t.stride()), t.dtype) for t in inputs))
         measure = key not in self._workspace and not _torch.is_profiled()
@@ -180,7 +185,7 @@ class Recorder:
             with self._paused():
                 peak = self.device.peak_of(lambda: results.append(run()))
             (result,) = results
-        leaves = _torch.tensor_leaves(result)
+        leaves = _torch.strided_parts(result)
         count = len(self.record.size_bytes)
         for leaf in leaves:
             self._born(leaf)
@@ -233,10 +238,21 @@ class Recorder:
         self._alive[key] = (_torch.StorageWeakRef(storage), number)
         return number
 
+    def _same(self, copies: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
+        """Take copies for what they were made from."""
+        for copy, original in zip(copies, originals, strict=True):
+            ref, number = _torch.StorageWeakRef(copy.untyped_storage()), self._number(original)
+            if number == OUTSIDE:
+                self._outside[ref.cdata] = ref
+            else:
+                self._alive[ref.cdata] = ref, number
+
     def _collect(self) -> None:
         last = len(self.record.events) - 1
-        for key in [k for k, (ref, _) in self._alive.items() if ref.expired()]:
-            self.record.died[self._alive.pop(key)[1]] = last
+        gone = [k for k, (ref, _) in self._alive.items() if ref.expired()]
+        numbers = [self._alive.pop(key)[1] for key in gone]
+        alive = {number for _, number in self._alive.values()} if numbers else set()
+        self.record.died.update((number, last) for number in numbers if number not in alive)
         for key in [k for k, ref in self._outside.items() if ref.expired()]:
             del self._outside[key]
 

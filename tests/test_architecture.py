@@ -26,6 +26,7 @@ ORDER = [
     "_torch.engine",
     "_torch.modes",
     "_torch.generated",
+    "_torch.kernels",
     "_torch.tracing",
     "_torch.failures",
     "_torch.allocator",

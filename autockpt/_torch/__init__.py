@@ -83,6 +83,7 @@ from autockpt._torch.values import (
     map_tensors,
     storage_key,
     storage_uses,
+    strided_parts,
     tensor_leaves,
 )
 
@@ -141,6 +142,7 @@ __all__ = [
     "source_line",
     "storage_key",
     "storage_uses",
+    "strided_parts",
     "tensor_leaves",
     "unguarded",
     "user_error",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
+    ForwardTokenAOTInput,
     InputMutationAOTOutput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
@@ -41,6 +42,16 @@ class JointGraph:
     forward_descriptors: tuple[Any, ...]
     backward_descriptors: tuple[Any, ...]
     mutated: tuple[fx.Node | None, ...]
+
+    @property
+    def differentiated(self) -> tuple[fx.Node, ...]:
+        """The primals that the backward's outputs are the gradients of, in their order.
+
+        All but the tokens that keep operators with effects (checks, prints) in their order.
+        """
+        return tuple(
+            p for p in self.primals if not isinstance(p.meta.get("desc"), ForwardTokenAOTInput)
+        )
 
 
 class Watch:

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_leaves
 
 from autockpt._torch.engine import in_backward
+from autockpt._torch.values import strided_parts
 
 __all__ = [
     "AllocationTracker",
@@ -57,6 +57,7 @@ class _Onlooker(TorchDispatchMode):
     """A dispatch mode that sees operators and changes nothing that they do."""
 
     thread = 0  # that entered it
+    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -132,11 +133,11 @@ class AllocationTracker(_Onlooker):
 
     def _count(self, inputs: Any, result: Any) -> None:
         self._collect()
-        for tensor in _strided(inputs):
+        for tensor in strided_parts(inputs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
                 self._outside[storage._cdata] = StorageWeakRef(storage)
-        for tensor in _strided(result):
+        for tensor in strided_parts(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage._cdata not in self._outside:
                 size = self.round_up(storage.nbytes())
@@ -178,14 +179,6 @@ class OperatorMode(_Onlooker):
             return func(*args, **(kwargs or {}))
 
         see = self.see()
-        if see is None or func.is_view:
+        if see is None or getattr(func, "is_view", False):  # operators of a higher order are none
             return run()
-        return see(str(func), run, _strided((args, kwargs)))
-
-
-def _strided(value: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    ]
+        return see(str(func), run, strided_parts((args, kwargs)))

@@ -27,6 +27,7 @@ from torch.nn.modules import module as modules
 
 from autockpt._torch.generated import boxed
 from autockpt._torch.joint import Partition, Watch, joint_graph
+from autockpt._torch.kernels import kernels_stay_whole
 
 __all__ = [
     "SIGNATURES",
@@ -263,6 +264,7 @@ class _Backend:
                 donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
             ),
             inductor_config.patch(fallback_random=True),
+            kernels_stay_whole(),
         ):
             # AOTAutograd keeps the compiler with the graph: of the watches alone, not of this.
             compiler = functools.partial(_runnable, self.watches)

@@ -9,7 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["is_fake", "map_tensors", "storage_key", "storage_uses", "tensor_leaves"]
+__all__ = [
+    "is_fake",
+    "map_tensors",
+    "storage_key",
+    "storage_uses",
+    "strided_parts",
+    "tensor_leaves",
+]
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
@@ -35,3 +42,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def tensor_leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a nested structure of tuples, lists, dicts and registered classes."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def strided_parts(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested structure that have memory; a sparse one's are its parts."""
+    parts: list[torch.Tensor] = []
+    for tensor in tensor_leaves(value):
+        if tensor.layout is torch.strided:
+            parts.append(tensor)
+        elif tensor.layout is torch.sparse_coo:
+            parts += [tensor._indices(), tensor._values()]
+    return parts
