@@ -27,7 +27,7 @@ def resident_bytes(
     Each memory counts once, rounded as the device's allocator rounds, and only on this device.
     ``gradients=False`` leaves gradients out.
     """
-    found = [*model.parameters(), *model.buffers(), *_torch.tensor_leaves(inputs)]
+    found = [*model.parameters(), *model.buffers(), *_torch.tensors_anywhere(inputs)]
     if gradients:
         found += [p.grad for p in model.parameters() if p.grad is not None]
     return distinct_bytes(found, device)

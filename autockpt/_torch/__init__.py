@@ -85,6 +85,7 @@ from autockpt._torch.values import (
     storage_uses,
     strided_parts,
     tensor_leaves,
+    tensors_anywhere,
 )
 
 __all__ = [
@@ -144,6 +145,7 @@ __all__ = [
     "storage_uses",
     "strided_parts",
     "tensor_leaves",
+    "tensors_anywhere",
     "unguarded",
     "user_error",
     "watched_step",

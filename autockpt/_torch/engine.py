@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+
+from autockpt._torch.values import tensors_anywhere
 
 __all__ = [
     "at_backward_end",
@@ -31,7 +32,7 @@ def compiled_nodes(output: Any) -> list[Any]:
     Views that AOTAutograd takes again outside the graph stand on top of them.
     """
     found: list[Any] = []
-    for leaf in _tensors_anywhere(output):
+    for leaf in tensors_anywhere(output):
         node: Any = leaf.grad_fn
         while node is not None and not hasattr(node, "set_materialize_grads"):
             node = node.next_functions[0][0] if node.next_functions else None
@@ -44,7 +45,7 @@ def compiled_behind(output: Any) -> list[Any]:
     """Return the autograd nodes of all compiled functions that a forward's output depends on."""
     found: list[Any] = []
     seen: set[Any] = set()
-    waiting = [leaf.grad_fn for leaf in _tensors_anywhere(output)]
+    waiting = [leaf.grad_fn for leaf in tensors_anywhere(output)]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -58,7 +59,7 @@ def compiled_behind(output: Any) -> list[Any]:
 
 def nodes_of(output: Any) -> list[Any]:
     """Return the autograd nodes that made the tensors of a forward's output."""
-    nodes = (leaf.grad_fn for leaf in _tensors_anywhere(output))
+    nodes = (leaf.grad_fn for leaf in tensors_anywhere(output))
     return list(dict.fromkeys(node for node in nodes if node is not None))
 
 
@@ -66,24 +67,6 @@ def at_backward_end(call: Callable[[], None]) -> None:
     """From inside a backward: call ``call`` when all of it is done."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
-
-
-def _tensors_anywhere(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output, of whatever classes it is made."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, (str, bytes, int, float, nn.Module)):
-        if isinstance(value, Mapping):
-            inner: Iterable[Any] = value.values()
-        elif isinstance(value, (list, tuple, set)):
-            inner = value
-        elif hasattr(value, "__slots__") or hasattr(value, "__dict__"):
-            names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
-            inner = [getattr(value, name, None) for name in names]
-        else:
-            inner = ()
-        for item in inner:
-            yield from _tensors_anywhere(item, depth - 1)
 
 
 def keep_missing_gradients(node: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -16,6 +17,7 @@ __all__ = [
     "storage_uses",
     "strided_parts",
     "tensor_leaves",
+    "tensors_anywhere",
 ]
 
 
@@ -53,3 +55,21 @@ def strided_parts(value: Any) -> list[torch.Tensor]:
         elif tensor.layout is torch.sparse_coo:
             parts += [tensor._indices(), tensor._values()]
     return parts
+
+
+def tensors_anywhere(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a model's inputs or outputs, of whatever classes they are made."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes, int, float, nn.Module)):
+        if isinstance(value, Mapping):
+            inner: Iterable[Any] = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        elif hasattr(value, "__slots__") or hasattr(value, "__dict__"):
+            names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
+            inner = [getattr(value, name, None) for name in names]
+        else:
+            inner = ()
+        for item in inner:
+            yield from tensors_anywhere(item, depth - 1)
