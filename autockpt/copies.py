@@ -17,6 +17,8 @@ __all__ = ["drop_copies"]
 
 aten = torch.ops.aten
 
+_WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
+
 
 def drop_copies(joint: JointGraph) -> None:
     """Let what reads a copy read the original, in the graph itself."""
@@ -34,18 +36,38 @@ def drop_copies(joint: JointGraph) -> None:
             continue
         if gone & {storage_key(tensor) for tensor in tensors(node)}:
             evaluate_anew(joint.module, node)
-        if not _is_copy(node):
+        source = _copied(node)
+        if source is None:
             continue
-        original, copy = node.args[0].meta["val"], node.meta["val"]
-        if not held & {storage_key(original), storage_key(copy)} and _alike(original, copy):
-            node.replace_all_uses_with(node.args[0])
+        original, copy = source.meta["val"], node.meta["val"]
+        seen = held & {storage_key(original), storage_key(copy)}
+        if _is_only_written(node, source) or (not seen and _alike(original, copy)):
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
             gone.add(storage_key(copy))
 
 
-def _is_copy(node: fx.Node) -> bool:
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What the node is a copy of, and nothing else; None where it is no copy."""
     layout = node.kwargs.get("memory_format")
-    return node.target is aten.clone.default and layout in (None, torch.preserve_format)
+    if node.target is aten.clone.default and layout in (None, torch.preserve_format):
+        source = node.args[0]
+    elif node.target is aten.copy.default:  # a write, of which the old value is no part
+        source = node.args[1]
+    else:
+        return None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _is_only_written(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a copy is made only to be written into parts of other memory."""
+    original, copy = source.meta["val"], node.meta["val"]
+    if (original.shape, original.dtype) != (copy.shape, copy.dtype):
+        return False
+    return bool(node.users) and all(
+        user.target in _WRITES and user.args[1] is node and user.args[0] is not node
+        for user in node.users
+    )
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -54,6 +76,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     def look(tensor: torch.Tensor) -> tuple[object, ...]:
         size = tensor.untyped_storage().nbytes()
         flags = tensor.is_conj(), tensor.is_neg()  # a copy of a conjugate is the conjugate, made
-        return tensor.shape, tensor.stride(), tensor.storage_offset(), size, *flags
+        kind = tensor.dtype, tensor.device
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), size, *kind, *flags
 
     return look(one) == look(other)

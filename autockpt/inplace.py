@@ -77,7 +77,27 @@ def _by_rows(write: Any, operator: Any, keyword: str) -> Callable[..., torch.Ten
     return by_rows
 
 
+def _part(view: Any, operator: Any) -> Callable[..., torch.Tensor]:
+    """Return what writes into a part of its first argument, where ``operator`` copies the rest."""
+
+    def written(base: torch.Tensor, part: torch.Tensor, *place: Any, **named: Any) -> torch.Tensor:
+        view(base, *place, **named).copy_(part)
+        return base
+
+    written.__name__ = f"{operator.__name__.partition('.')[0]}_"
+    return written
+
+
 _GRADIENT = "grad_input"
+
+# What writes to a part of memory, in a trace a copy of all of it. The indices and what is written
+# are other tensors, or the memory is read in another way, which a clause refuses.
+_PARTS = {
+    aten.slice_scatter.default: _part(aten.slice.Tensor, aten.slice_scatter.default),
+    aten.select_scatter.default: _part(aten.select.int, aten.select_scatter.default),
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+}
 
 # Operators that read each element (the softmaxes: each row) before they write it. Not here: matrix
 # products and convolutions, which read what they have written; operators whose ``out=`` form
@@ -150,6 +170,7 @@ FORMS: dict[Any, Form] = {
     aten.hardtanh_backward.default: Form(aten.hardtanh_backward.grad_input, (0, 1), _GRADIENT),
     aten.softplus_backward.default: Form(aten.softplus_backward.grad_input, (0, 1), _GRADIENT),
     aten.elu_backward.default: Form(aten.elu_backward.grad_input, (0,), _GRADIENT),
+    **{operator: Form(write, keyword="") for operator, write in _PARTS.items()},
 }
 
 

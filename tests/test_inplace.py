@@ -66,6 +66,10 @@ _ARGUMENTS: dict[Any, tuple[Any, ...]] = {
     aten.hardtanh_backward.default: ("x", "x", 0.2, 0.8),
     aten.softplus_backward.default: ("x", "x", 1.0, 20.0),
     aten.elu_backward.default: ("x", 1.0, 1.0, 1.0, False, "x"),
+    aten.slice_scatter.default: ("x", "row", 1, 1, 2),
+    aten.select_scatter.default: ("x", "plane", 1, 2),
+    aten.index_put.default: ("x", ["index"], "first", True),
+    aten.index_add.default: ("x", 1, "index", "row"),
 }
 _BINARY = {
     aten.add.Tensor,
@@ -91,8 +95,22 @@ def arguments(target: Any, dtype: torch.dtype, turned: bool) -> list[Any]:
         return value.transpose(0, 1).contiguous().transpose(0, 1) if turned else value
 
     given = _ARGUMENTS.get(target, ("x", "x") if target in _BINARY else ("x",))
-    stand_ins = {"mask": lambda: tensor() > 0.2, "dtype": lambda: dtype, "x": tensor}
-    return [stand_ins[a]() if isinstance(a, str) else a for a in given]
+    stand_ins: dict[str, Callable[[], Any]] = {
+        "mask": lambda: tensor() > 0.2,
+        "dtype": lambda: dtype,
+        "x": tensor,
+        "row": lambda: tensor()[:, :1] * 2,
+        "plane": lambda: tensor()[:, 0] * 2,
+        "first": lambda: tensor()[:1] * 2,
+        "index": lambda: torch.tensor([1]),
+    }
+
+    def made(item: Any) -> Any:
+        if isinstance(item, list):
+            return [made(i) for i in item]
+        return stand_ins[item]() if isinstance(item, str) else item
+
+    return [made(item) for item in given]
 
 
 @pytest.mark.parametrize("turned", [False, True])

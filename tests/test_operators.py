@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -159,7 +160,113 @@ def test_an_effect_is_seen_in_several_graphs() -> None:
     assert model.plan is not None
 
 
+# ------------------------------------------------------------------ writes to a part
+
+
+class Filling(nn.Module):
+    """Writes what it computes into a tensor, a step at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled, h = torch.zeros(len(x), 12, 16), x
+        for step in range(12):
+            h = torch.tanh(self.linear(h))
+            filled[:, step] = h
+        return filled
+
+
+class Rearranging(nn.Module):
+    """Writes to parts of tensors that are read again, also in other ways, and to its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("last", torch.zeros(8, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.linear(x)
+        filled = torch.zeros(64, 4, 16)
+        for part in range(4):
+            filled[:, part] = h * part
+        other = filled.clone()
+        other[:, 1] = filled[:, 2]
+        filled[:, 0] = other[:, 1].sin()
+        rows = h.new_zeros(8, 16).index_add(0, torch.arange(64) % 8, h)
+        rows[torch.arange(3)] = h[:3].tanh()
+        rows[4:] = rows[:4]
+        self.last[2:] = rows[:6].detach()
+        y = h.clone()
+        y[:, :4] = self.last[:1, :4]
+        return filled.cumsum(1), other, rows, y
+
+
+def test_a_write_to_a_part_copies_no_whole() -> None:
+    def loss(filled: Tensor) -> Tensor:
+        return filled.square().mean()
+
+    x = rows()
+    plain, model = seeded(Filling), assert_planned(Filling, x, loss)
+    scatters = [d for d in model.plan.decisions if d.name.startswith("select_scatter")]
+    assert len(scatters) == 23  # each step's, and its gradient's: the last has none of its own
+    in_place = [d for d in scatters if d.in_place.startswith("over ")]
+    assert len(in_place) == 22  # not the one that the user gets
+    peaks = []
+    for one in (plain, model):
+
+        def step(one: nn.Module = one) -> None:
+            loss(one(x)).backward()
+            one.zero_grad(set_to_none=True)
+
+        step()
+        peaks.append(measure_peak(step).delta_bytes)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_parts_that_are_read_again_are_not_lost(tight: bool) -> None:
+    plain, model = seeded(Rearranging), seeded(Rearranging)
+    x = rows()
+    budget = None
+    if tight:
+        with pytest.raises(autockpt.InfeasibleBudget) as refusal:
+            autockpt.optimize(model, 1, example_inputs=(x,))
+        budget = refusal.value.minimum_bytes
+    autockpt.optimize(model, budget)
+
+    def loss(found: tuple[Tensor, ...]) -> Tensor:
+        return sum(t.sin().sum() for t in found)
+
+    for _ in range(2):
+        mine, theirs = (run_step(one, (x,), loss_fn=loss) for one in (model, plain))
+        assert_same(mine, theirs, bitwise=False)
+
+
 # ------------------------------------------------------------------ unusual memory
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    more: dict[str, Tensor]
+
+
+class OfAPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, pair: Pair) -> Tensor:
+        return (self.linear(pair.x).tanh() * pair.more["gate"]).square().mean()
+
+
+def test_inputs_of_any_class_count() -> None:
+    pair = Pair(rows(), {"gate": rows(64, 16)})
+    model = autockpt.optimize(seeded(OfAPair), None, example_inputs=(pair,))
+    inputs = sum(t.numel() * 4 for t in (pair.x, pair.more["gate"], *model.parameters()))
+    assert model.plan.problem.resident_bytes == inputs
 
 
 class PartOfAView(nn.Module):
