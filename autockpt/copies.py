@@ -1,8 +1,9 @@
 """Copies: a joint graph without those that only take time and memory.
 
 A trace turns ``dropout`` with a probability of 0 into a copy, where eager returns its input, and a
-write to a part of a tensor into a copy of what is written and one of the whole. In a graph in which nothing is written in place a copy is as good as what it was made from, unless
-somebody outside the graph has hold of either, or it frees a part of a larger memory.
+write to a part of a tensor into a copy of what is written and one of the whole. In a graph in which
+nothing is written in place a copy is as good as what it was made from, unless somebody outside the
+graph has hold of either, or it frees a part of a larger memory.
 """
 
 from __future__ import annotations
