@@ -24,7 +24,8 @@ from autockpt import InfeasibleBudget, Plan
 from oracle import measure_peak, resident_bytes
 
 # Dynamo itself makes an instance of a user's autograd function where it traces one.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+_INSTANCES = "ignore:.*should not be instantiated:DeprecationWarning"
+pytestmark = [pytest.mark.filterwarnings(_INSTANCES), pytest.mark.usefixtures("quiet")]
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
@@ -38,8 +39,6 @@ SEVERAL_GRAPHS = (
 )
 ONE_GRAPH = [name for name in CASES if name not in SEVERAL_GRAPHS]
 BUDGETS = ("100%", "60%", "40%", "minimum")
-
-pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def loaded(path: Path) -> ModuleType:
