@@ -166,6 +166,7 @@ class _Race:
                 self.too_small.minimum_bytes,
                 self.too_small.tensors,
                 "That is with micro-batches of the size that needs least.",
+                self.too_small.bound_bytes,
             )
         why = "; ".join(
             f"{parts} of {self._size(parts)}: {self._of(parts)}" for parts in sorted(self.said)

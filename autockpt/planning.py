@@ -305,7 +305,9 @@ def _explained(
                 f"The pins make it infeasible: without {', '.join(pins)} "
                 f"{free.peak_bytes:,} bytes are enough."
             )
-    return InfeasibleBudget(error.budget_bytes, error.minimum_bytes, error.tensors, hint)
+    return InfeasibleBudget(
+        error.budget_bytes, error.minimum_bytes, error.tensors, hint, error.bound_bytes
+    )
 
 
 def _without_pins(problem: Problem) -> Problem:

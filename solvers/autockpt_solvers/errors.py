@@ -51,7 +51,7 @@ class BudgetError(AutockptError, ValueError):
 
 
 class InfeasibleBudget(AutockptError):
-    """No schedule of the stated problem fits the budget.
+    """No schedule of the stated problem fits the budget, or none was found and more is not known.
 
     Attributes:
         budget_bytes: the budget that was asked for.
@@ -59,6 +59,7 @@ class InfeasibleBudget(AutockptError):
         tensors: ``(name, size_bytes)`` of what makes the minimum's peak, largest first: tensors
             with their module and source line, the workspace of the operation that runs there, and
             what is resident throughout. The bytes add up to ``minimum_bytes``.
+        bound_bytes: it is proved that no schedule fits less; None: as for ``minimum_bytes``.
     """
 
     def __init__(
@@ -67,15 +68,21 @@ class InfeasibleBudget(AutockptError):
         minimum_bytes: int,
         tensors: Sequence[tuple[str, int]] = (),
         hint: str = "",
+        bound_bytes: int | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.tensors = tuple(tensors)
         self.hint = hint
-        lines = [
-            f"no schedule fits a budget of {budget_bytes:,} bytes; "
-            f"the smallest feasible budget is {minimum_bytes:,} bytes."
-        ]
+        self.bound_bytes = minimum_bytes if bound_bytes is None else bound_bytes
+        if self.proved:
+            first = f"no schedule fits a budget of {budget_bytes:,} bytes"
+        else:
+            first = (
+                f"no schedule was found for a budget of {budget_bytes:,} bytes (that there is none "
+                f"is proved below {self.bound_bytes:,})"
+            )
+        lines = [f"{first}; the smallest feasible budget is {minimum_bytes:,} bytes."]
         if self.tensors:
             lines.append("At that minimum the peak is made of:")
             lines += [f"  {size:>16,} bytes  {name}" for name, size in self.tensors[:8]]
@@ -84,8 +91,14 @@ class InfeasibleBudget(AutockptError):
         lines.append(f"Raise the budget to {minimum_bytes:,} bytes or use a smaller batch.")
         super().__init__("\n".join(lines))
 
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule fits the budget, rather than none was found."""
+        return self.budget_bytes < self.bound_bytes
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.budget_bytes, self.minimum_bytes, self.tensors, self.hint))
+        said = (self.budget_bytes, self.minimum_bytes, self.tensors, self.hint, self.bound_bytes)
+        return (type(self), said)
 
 
 class PinError(AutockptError, ValueError):

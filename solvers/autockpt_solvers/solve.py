@@ -51,9 +51,10 @@ def solve(
         progress: called with a line of text now and then.
 
     Raises:
-        InfeasibleBudget: no schedule was found that fits; it says which budget is met.
+        InfeasibleBudget: no schedule fits, or ``"auto"`` found none; it says which budget is met.
         PinError: a pin asks for the recomputation of what may not run again.
-        SolverError: the method is unknown, or cannot do what is asked.
+        SolverError: the method is unknown, cannot do what is asked, or finds nothing in its time
+            where another may.
 
     >>> from autockpt_solvers import Operation, Problem, Storage
     >>> problem = Problem(
@@ -87,7 +88,7 @@ def solve(
             if budget_bytes is not None:
                 left_s = started + time_limit_s - time.perf_counter()
                 smallest = minimum(problem, time_limit_s=max(left_s, 0.1 * time_limit_s))
-                if smallest.peak_bytes > budget_bytes:
+                if smallest.lower_bound_bytes > budget_bytes:
                     raise _infeasible(problem, budget_bytes, smallest) from None
             raise
     found = checked(problem, budget_bytes, found)
@@ -199,7 +200,10 @@ def checked(problem: Problem, budget_bytes: int | None, found: Solution) -> Solu
 
 def _infeasible(problem: Problem, budget_bytes: int, smallest: Minimum) -> InfeasibleBudget:
     return InfeasibleBudget(
-        budget_bytes, smallest.peak_bytes, peak_parts(problem, smallest.schedule)
+        budget_bytes,
+        smallest.peak_bytes,
+        peak_parts(problem, smallest.schedule),
+        bound_bytes=smallest.lower_bound_bytes,
     )
 
 

@@ -19,6 +19,7 @@ from autockpt_solvers.methods import exhaustive
 from autockpt_solvers.methods.ilp.peak import lowest_peak
 from autockpt_solvers.minimum import unavoidable_bytes
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand
+from chain_problems import random_chain
 from random_problems import random_problem
 
 
@@ -60,6 +61,15 @@ def test_bounds_hold_and_the_error_states_a_budget_that_works():
         assert sum(sizes) == error.minimum_bytes
         assert sizes == sorted(sizes, reverse=True)
         assert solve(problem, error.minimum_bytes, time_limit_s=5).peak_bytes <= found.peak_bytes
+
+
+def test_a_minimum_found_in_haste_is_looked_for_again_and_never_given_up():
+    problem = random_chain(3, 120)
+    hasty = minimum(problem, time_limit_s=0)
+    calm = minimum(problem, time_limit_s=5)
+    assert calm.peak_bytes < hasty.peak_bytes
+    assert minimum(problem, time_limit_s=0) is calm
+    assert calm.lower_bound_bytes == hasty.lower_bound_bytes <= calm.ordered_bound_bytes
 
 
 def test_the_search_is_deterministic():

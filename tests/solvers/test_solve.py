@@ -1,5 +1,6 @@
 """One door: every answer is valid, within its budget, and no better than what is proved."""
 
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from autockpt_solvers import (
     solve,
 )
 from autockpt_solvers.methods import exhaustive
+from chain_problems import random_chain
 from random_problems import budgets, random_problem
 
 
@@ -94,6 +96,25 @@ def test_infeasible_budget_whatever_the_method():
     for method in ("auto", *METHODS):
         with pytest.raises(InfeasibleBudget):
             solve(problem, 1, method=method)
+
+
+def test_what_was_not_found_in_time_is_not_called_infeasible():
+    problem = random_chain(3, 200)
+    budget = int(1.1 * minimum(problem).peak_bytes)
+    for method in ("greedy", "ilp", "chen", "eviction"):
+        with pytest.raises(SolverError, match=method):
+            solve(problem, budget, method=method, time_limit_s=0.01)
+    assert solve(problem, budget, method="eviction", time_limit_s=20).peak_bytes <= budget
+
+
+def test_the_error_says_whether_it_is_proved():
+    low, lowest = 100, 120
+    for budget, proved in ((low - 1, True), (low, False), (lowest - 1, False)):
+        error = pickle.loads(pickle.dumps(InfeasibleBudget(budget, lowest, bound_bytes=low)))
+        assert error.proved == proved
+        assert ("no schedule fits" in str(error)) == proved
+        assert "the smallest feasible budget is 120 bytes" in str(error)
+    assert InfeasibleBudget(5, 10).proved
 
 
 def test_progress_says_what_is_tried():
