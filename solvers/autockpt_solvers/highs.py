@@ -330,6 +330,28 @@ class Relaxation:
             self._highs.run()
         return _lp_result(self._highs, self.arrays)
 
+    def cover(self, rows: Sequence[Sequence[int]]) -> None:
+        """Add rows that the sum of some columns is at least 1, to the program too."""
+        for row in rows:
+            name = f"cover({len(self.program.rows)})"
+            self.program.row(name, [(column, 1.0) for column in row], lower=1)
+        columns = np.array([column for row in rows for column in row], np.int32)
+        ends = np.cumsum([len(row) for row in rows]).astype(np.int32)
+        before = self.arrays["starts"][-1]
+        lower, upper = np.ones(len(rows)), np.full(len(rows), INFINITY)
+        for name, more in (
+            ("row_lower", lower),
+            ("row_upper", upper),
+            ("starts", before + ends),
+            ("columns", columns),
+            ("values", np.ones(len(columns))),
+        ):
+            self.arrays[name] = np.concatenate([self.arrays[name], more])
+        if self._highs is not None:
+            starts = np.concatenate([[0], ends[:-1]]).astype(np.int32)
+            ones = np.ones(len(columns))
+            self._highs.addRows(len(rows), lower, upper, len(columns), starts, columns, ones)
+
 
 def safe_bound(arrays: dict[str, Any], duals: Floats) -> float:
     """Return the bound that any dual vector proves: y'b + sum of min(0, reduced cost) * upper.

@@ -13,14 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from autockpt_solvers.errors import SolverError
-from autockpt_solvers.highs import MipProcess, Relaxation
+from autockpt_solvers.highs import Floats, MipProcess, Relaxation
 from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import keep_all
 from autockpt_solvers.methods.eviction import PATIENCE, Eviction
 from autockpt_solvers.methods.ilp.stages import Stages
-from autockpt_solvers.methods.snapshot.blocks import layouts
+from autockpt_solvers.methods.snapshot.blocks import (
+    Layout,
+    finest,
+    joined,
+    layouts,
+    own_bytes,
+    thinned,
+)
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
+from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
@@ -47,6 +55,10 @@ GOOD = 3e-3
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 # Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
+# Columns of programs whose blocks are joined, and snapshots that they keep at least.
+JOINED, FEWEST = 45_000, 10
+# Rounds of cuts that close less than this part of the gap, after which a program gets no more.
+GAIN, IDLE = 0.01, 2
 # Seconds of the first turn of kicks, most turns, and states that take turns.
 TURN_S, TURNS, WIDE = 0.7, 20, 3
 
@@ -89,6 +101,8 @@ class Snapshots:
         self.stages = Stages(liveness)
         self._layouts = layouts(liveness, self.stages.groups)
         self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
+        self._cuts: dict[int, PathCuts] = {}
+        self._points: dict[int, Floats] = {}
         enough = ENOUGH if self.problem.barrier <= SMALL else CLOSE
         self._enough_ns = enough * self.problem.baseline_cost_ns
 
@@ -145,8 +159,19 @@ class Snapshots:
             return
         say(f"snapshots: {self._figures(best)}; local search")
         states = _distinct(states)
-        self._improve(states[: 1 if brief else None], best, started + 0.5 * (deadline - started))
+        self._improve(states[: 1 if brief else None], best, started + 0.4 * (deadline - started))
         if brief or best.gap_ns <= self._enough_ns:
+            return
+        fresh: list[Residency] = []
+        say(f"{self._figures(best)}; cuts")
+        middle = started + 0.5 * (deadline - started)
+        for order in self._joined(best, middle):
+            self._begin(order, best, fresh, deadline)
+        for order in self._tighten(best, middle):
+            self._begin(order, best, fresh, deadline)
+        self._improve(_distinct(fresh), best, started + 0.6 * (deadline - started))
+        states += fresh
+        if best.gap_ns <= self._enough_ns:
             return
         self._integer(states, best, started + 0.6 * (deadline - started), say)
         if best.gap_ns > self._enough_ns:
@@ -166,7 +191,8 @@ class Snapshots:
             Eviction(self.liveness, patience).order(budget_bytes, deadline=deadline)
             for patience in PATIENCE[:2]
         )
-        return [order for order in walks if order is not None]
+        nothing = list(self.problem.backward)
+        return [nothing, *(order for order in walks if order is not None)]
 
     def _relax(
         self, number: int, best: Incumbent, deadline: float, *, hurry: bool = False
@@ -186,9 +212,13 @@ class Snapshots:
             unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
             made = SnapshotProgram(stages, layout, unit / 1000)
             self._programs[number] = (made, Relaxation(made.program, made.arrays))
+        return self._solved(number, best, 0.5 * (deadline - time.perf_counter()))
+
+    def _solved(self, number: int, best: Incumbent, limit_s: float) -> Iterator[list[int]]:
+        """Solve a relaxation; note its bound and its point, return that rounded."""
         program, relaxation = self._programs[number]
-        left_s = deadline - time.perf_counter()
-        result = relaxation.solve(program.sides(best.budget_bytes), time_limit_s=0.5 * left_s)
+        self._points.pop(number, None)
+        result = relaxation.solve(program.sides(best.budget_bytes), time_limit_s=limit_s)
         if result.status == "infeasible":
             best.infeasible = best.order is None
             return iter(())
@@ -196,7 +226,51 @@ class Snapshots:
         values = result.values
         if values is None:
             return iter(())
+        self._points[number] = values
         return (rounded(program, values, threshold) for threshold in THRESHOLDS)
+
+    def _joined(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
+        """Solve relaxations whose blocks are joined where the last one's borrowed.
+
+        Yields the rounded points of the last.
+        """
+        own = own_bytes(self.liveness)
+        layout = finest(self.liveness, self.stages.groups)
+        orders: Iterator[list[int]] = iter(())
+        while time.perf_counter() < deadline:
+            self._layouts.append(layout)
+            number = len(self._layouts) - 1
+            orders = self._relax(number, best, deadline)
+            if number not in self._points:
+                break
+            program, _ = self._programs[number]
+            links = program.borrowed(self._points[number])
+            if not links:
+                break
+            layout = joined(layout, links)
+            while len(layout.snapshots) > FEWEST and self._size(layout) > JOINED:
+                layout = thinned(layout, own)
+        yield from orders
+
+    def _size(self, layout: Layout) -> int:
+        return SnapshotProgram.size(Stages(self.liveness, snapshots=layout.snapshots), layout)
+
+    def _tighten(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
+        """Add cuts to the relaxations solved; note their bounds and yield their rounded points."""
+        for number, (program, relaxation) in self._programs.items():
+            orders: Iterator[list[int]] = iter(())
+            if number not in self._cuts:
+                self._cuts[number] = PathCuts(program)
+            idle = 0
+            while number in self._points and idle < IDLE and time.perf_counter() < deadline:
+                rows = self._cuts[number].violated(self._points[number])
+                if not rows or best.gap_ns <= self._enough_ns:
+                    break
+                relaxation.cover(rows)
+                before = best.gap_ns
+                orders = self._solved(number, best, deadline - time.perf_counter())
+                idle = 0 if before - best.gap_ns > GAIN * before else idle + 1
+            yield from orders
 
     def _begin(
         self, order: Sequence[int], best: Incumbent, states: list[Residency], deadline: float

@@ -8,14 +8,23 @@ operation at which its own bytes peak is a *snapshot*, and so is the first opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods.ilp.stages import Group
 
-__all__ = ["Layout", "even_snapshots", "layouts", "own_bytes", "segments"]
+__all__ = [
+    "Layout",
+    "even_snapshots",
+    "finest",
+    "joined",
+    "layouts",
+    "own_bytes",
+    "segments",
+    "thinned",
+]
 
 # A storage below this part of the largest does not count as crossing a cut.
 TINY = 1e-3
@@ -70,6 +79,27 @@ def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
             block = tuple(i * parts // count for i in range(count))
             result.append(Layout("ranges", block, even_snapshots(own, EVEN)))
     return result + far
+
+
+def finest(liveness: Liveness, groups: Sequence[Group]) -> Layout:
+    """Return the choice of one segment a block, to be joined where that turns out to matter."""
+    ends = _best_cut(liveness.problem.barrier, groups)
+    snapshots = _one_per_phase(_phases(liveness, groups, ends), own_bytes(liveness))
+    return Layout("segments", tuple(_numbers(ends, liveness.problem.barrier)), snapshots)
+
+
+def joined(layout: Layout, links: Set[int]) -> Layout:
+    """Return a choice whose blocks are joined with the next where their numbers are given."""
+    number = {b: b - sum(link < b for link in links) for b in set(layout.block)}
+    return replace(layout, name="joined", block=tuple(number[b] for b in layout.block))
+
+
+def thinned(layout: Layout, own: Sequence[int]) -> Layout:
+    """Return a choice with the hungrier of every two snapshots, and the first."""
+    ordered = sorted(layout.snapshots)
+    pairs = [ordered[n : n + 2] for n in range(1, len(ordered), 2)]
+    kept = {max(pair, key=lambda offset: own[offset]) for pair in pairs}
+    return replace(layout, snapshots=frozenset(kept | set(ordered[:1])))
 
 
 def own_bytes(liveness: Liveness) -> list[int]:

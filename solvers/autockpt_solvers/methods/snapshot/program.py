@@ -38,12 +38,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from autockpt_solvers.highs import Floats, Program
+from autockpt_solvers.highs import INFINITY, Floats, Program
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.snapshot.blocks import Layout
 from autockpt_solvers.on_demand import optional_operations
 
 __all__ = ["SnapshotProgram"]
+
+# By how much more an input's reader may run again than the input is held.
+BORROWED = 0.1
 
 
 def windows(stages: Stages, layout: Layout) -> dict[int, tuple[int, int]]:
@@ -112,11 +115,36 @@ class SnapshotProgram:
 
     def sides(self, budget_bytes: int) -> Floats:
         """Return the rows' upper sides at a budget."""
-        upper: Floats = self.arrays["row_upper"].copy()
+        cuts = len(self.program.rows) - len(self.arrays["row_upper"])
+        upper: Floats = np.concatenate([self.arrays["row_upper"], np.full(cuts, INFINITY)])
         rows = np.array(list(self.memory), np.int64)
         constants = np.array(list(self.memory.values()), np.float64)
         upper[rows] = (budget_bytes - constants) / self.byte_unit
         return upper
+
+    def borrowed(self, values: Floats) -> set[int]:
+        """Return the blocks from which a point takes what it neither holds nor makes there.
+
+        Inputs from another block are free before its ``lo``. Where a point makes much of that, the
+        block should be one with the next, and with those between where it takes from further off.
+        """
+        blocks: set[int] = set()
+        for index, inputs in self.stages.inputs.items():
+            own = self.block[index]
+            if own not in self.window:
+                continue
+            low, high = self.window[own]
+            made = max(float(values[self.runs[index, k]]) for k in range(low, high + 1))
+            for d in inputs:
+                group = self.stages.groups[d]
+                block = self.block[group.producer]
+                if block == own or not group.again or not group.size_bytes:
+                    continue
+                window = self.window.get(block)
+                held = float(values[self.resident[d, window[0]]]) if window else 0.0
+                if made - held > BORROWED:
+                    blocks.update(range(min(block, own), max(block, own)))
+        return blocks
 
     # ---------------------------------------------------------------- columns
 
