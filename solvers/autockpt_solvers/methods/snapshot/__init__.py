@@ -41,8 +41,6 @@ __all__ = ["Snapshots", "solve"]
 THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 # Columns beyond which no layout but the first is tried.
 COLUMNS = 50_000
-# The same for layouts that reach, whose programs are harder.
-REACHING = 20_000
 # Seconds that stating and solving takes per column, on slow machines.
 COLUMN_S = 1e-4
 # Gaps, as parts of the step: two at which the search ends, on small graphs and on others, and one
@@ -100,6 +98,7 @@ class Snapshots:
         self.problem = liveness.problem
         self.stages = Stages(liveness)
         self._layouts = layouts(liveness, self.stages.groups)
+        self._choices = len(self._layouts)  # others join blocks of these
         self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
         self._cuts: dict[int, PathCuts] = {}
         self._points: dict[int, Floats] = {}
@@ -124,63 +123,79 @@ class Snapshots:
             brief: improve only the best start, without kicks.
             say: called with a line of text now and then.
         """
-        step = self.problem.baseline_cost_ns
         started = time.perf_counter()
+
+        def by(share: float) -> float:
+            return started + share * (deadline - started)
+
         states: list[Residency] = []
         for order in starts:
             if brief:  # to be improved only where it is needed
                 best.accept(order, "snapshot")
             else:
                 self._begin(order, best, states, deadline)
-        for number in range(len(self._layouts)):
+        self._first(best, states, deadline, starts if brief else None)
+        if not states or best.gap_ns <= self._enough_ns:
+            return
+        say(f"snapshots: {self._figures(best)}; local search")
+        self._improve(_distinct(states)[: 1 if brief else WIDE], best, by(0.2))
+        if brief or best.gap_ns <= self._enough_ns:
+            return
+        say(f"{self._figures(best)}; joined blocks")
+        fresh: list[Residency] = []
+        for order in self._joined(best, by(0.4)):
+            self._begin(order, best, fresh, by(0.5))
+        for order in self._tighten(best, by(0.5)):
+            self._begin(order, best, fresh, by(0.5))
+        self._improve(_distinct(fresh), best, by(0.6), patience=1)
+        states = _distinct([*states, *fresh])
+        self._improve(states, best, by(0.7), patience=1)
+        if best.gap_ns > self._enough_ns:
+            self._integer(states, best, by(0.75), say)
+        if best.gap_ns > self._enough_ns:
+            self._wander(_distinct(states), best, deadline, say)
+
+    def _first(
+        self,
+        best: Incumbent,
+        states: list[Residency],
+        deadline: float,
+        brief: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Solve the relaxations of the first choices; begin with their points and with walks.
+
+        Args:
+            best: changed in place.
+            states: grows by what fits.
+            deadline: ``time.perf_counter()`` at which to stop.
+            brief: orders to begin with beside the first points, which are then all; or None.
+        """
+        step = self.problem.baseline_cost_ns
+        for number in range(self._choices):
             if best.infeasible or time.perf_counter() > deadline:
                 return
             for order in self._relax(number, best, deadline):
                 self._begin(order, best, states, deadline)
                 if best.gap_ns <= self._enough_ns:
                     return
-            if brief:
-                for order in starts:
-                    self._begin(order, best, states, deadline)
+            for start in brief or ():
+                self._begin(start, best, states, deadline)
             # The first choices are cheap; the dearer ones only pay where much is open.
             if states and self._enough_ns < best.gap_ns <= GOOD * step:
                 self._improve(_distinct(states)[:1], best, deadline, patience=1)
-            if best.gap_ns <= self._enough_ns:
+            if best.gap_ns <= self._enough_ns or (brief is not None and states):
                 return
-            if brief and states:
-                break
-            if not number and not brief:
+            if not number and brief is None:
                 # Where there is nothing yet it is well spent.
-                share = 0.2 if states else 0.5
+                share = 0.1 if states else 0.5
                 until = time.perf_counter() + share * (deadline - time.perf_counter())
                 for order in self._walks(best.budget_bytes, until):
-                    self._begin(order, best, states, deadline)
-        if not states:
-            return
-        say(f"snapshots: {self._figures(best)}; local search")
-        states = _distinct(states)
-        self._improve(states[: 1 if brief else None], best, started + 0.4 * (deadline - started))
-        if brief or best.gap_ns <= self._enough_ns:
-            return
-        fresh: list[Residency] = []
-        say(f"{self._figures(best)}; cuts")
-        middle = started + 0.5 * (deadline - started)
-        for order in self._joined(best, middle):
-            self._begin(order, best, fresh, deadline)
-        for order in self._tighten(best, middle):
-            self._begin(order, best, fresh, deadline)
-        self._improve(_distinct(fresh), best, started + 0.6 * (deadline - started))
-        states += fresh
-        if best.gap_ns <= self._enough_ns:
-            return
-        self._integer(states, best, started + 0.6 * (deadline - started), say)
-        if best.gap_ns > self._enough_ns:
-            self._wander(_distinct(states), best, deadline, say)
+                    self._begin(order, best, states, until)
 
     def bound(self, budget_bytes: int, *, deadline: float) -> int:
         """Return the best bound of all choices, in nanoseconds."""
         best = Incumbent(self.liveness, budget_bytes)
-        for number in range(len(self._layouts)):
+        for number in range(self._choices):
             self._relax(number, best, deadline, hurry=True)
         return best.bound_ns
 
@@ -195,24 +210,30 @@ class Snapshots:
         return [nothing, *(order for order in walks if order is not None)]
 
     def _relax(
-        self, number: int, best: Incumbent, deadline: float, *, hurry: bool = False
+        self,
+        number: int,
+        best: Incumbent,
+        deadline: float,
+        *,
+        hurry: bool = False,
+        share: float = 0.5,
     ) -> Iterator[list[int]]:
         """Solve a relaxation; note its bound and return its rounded points, made when asked for.
 
-        All but the first, and in a hurry that too, are solved only where the time allows.
+        All but the first, and in a hurry that too, are solved only where the time allows; at most
+        a share of the time goes into solving.
         """
         layout = self._layouts[number]
         if number not in self._programs:
             stages = Stages(self.liveness, snapshots=layout.snapshots)
             size = SnapshotProgram.size(stages, layout)
             long = size * COLUMN_S > deadline - time.perf_counter()
-            large = size > (REACHING if layout.reach else COLUMNS)
-            if (number and (large or long)) or (hurry and long):
+            if (number and (size > COLUMNS or long)) or (hurry and long):
                 return iter(())
             unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
             made = SnapshotProgram(stages, layout, unit / 1000)
             self._programs[number] = (made, Relaxation(made.program, made.arrays))
-        return self._solved(number, best, 0.5 * (deadline - time.perf_counter()))
+        return self._solved(number, best, share * (deadline - time.perf_counter()))
 
     def _solved(self, number: int, best: Incumbent, limit_s: float) -> Iterator[list[int]]:
         """Solve a relaxation; note its bound and its point, return that rounded."""
@@ -240,7 +261,7 @@ class Snapshots:
         while time.perf_counter() < deadline:
             self._layouts.append(layout)
             number = len(self._layouts) - 1
-            orders = self._relax(number, best, deadline)
+            orders = self._relax(number, best, deadline, share=1.0)
             if number not in self._points:
                 break
             program, _ = self._programs[number]
@@ -248,8 +269,12 @@ class Snapshots:
             if not links:
                 break
             layout = joined(layout, links)
-            while len(layout.snapshots) > FEWEST and self._size(layout) > JOINED:
+            most = min(JOINED, (deadline - time.perf_counter()) / COLUMN_S)
+            while len(layout.snapshots) > FEWEST and self._size(layout) > most:
                 layout = thinned(layout, own)
+            if self._size(layout) > most:
+                break
+            del self._programs[number], self._points[number]  # the next says more
         yield from orders
 
     def _size(self, layout: Layout) -> int:
@@ -257,7 +282,7 @@ class Snapshots:
 
     def _tighten(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
         """Add cuts to the relaxations solved; note their bounds and yield their rounded points."""
-        for number, (program, relaxation) in self._programs.items():
+        for number, (program, relaxation) in reversed(self._programs.items()):
             orders: Iterator[list[int]] = iter(())
             if number not in self._cuts:
                 self._cuts[number] = PathCuts(program)

@@ -64,21 +64,18 @@ def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:
     number = _numbers(ends, count)
     own = own_bytes(liveness)
     result: list[Layout] = []
-    far: list[Layout] = []
-    for per_block, per_snapshot in ((2, 2), (8, 1), (32, 1)):
+    for per_block, per_snapshot in ((2, 2), (8, 1)):
         if per_block > 2 and per_block >= 2 * len(ends):
             continue
         coarse = [e for n, e in enumerate(ends) if (n + 1) % per_snapshot == 0 or e == ends[-1]]
         snapshots = _one_per_phase(_phases(liveness, groups, coarse), own)
         block = tuple(n // per_block for n in number)
         result.append(Layout(f"{per_block} segments", block, snapshots))
-        if per_block == 8:
-            far.append(Layout("8 segments, reach", block, snapshots, 1))
     if len(ends) < FEW:
         for parts in (max(count // ONE_BLOCK, 1), max(count // 60, 1)):
             block = tuple(i * parts // count for i in range(count))
             result.append(Layout("ranges", block, even_snapshots(own, EVEN)))
-    return result + far
+    return result
 
 
 def finest(liveness: Liveness, groups: Sequence[Group]) -> Layout:
