@@ -1,26 +1,34 @@
 """snapshot: live bytes equal the simulator's, bounds hold for all schedules, greedy is beaten."""
 
+import gzip
+import json
 import random
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt_solvers import SolverError, minimum, simulate, solve
+from autockpt_solvers import Problem, SolverError, minimum, simulate, solve
 from autockpt_solvers.highs import MipProcess, Relaxation
+from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
-from autockpt_solvers.methods import exhaustive, greedy, snapshot
+from autockpt_solvers.methods import eviction, exhaustive, greedy, snapshot
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.snapshot import Snapshots
-from autockpt_solvers.methods.snapshot.blocks import Layout, layouts
+from autockpt_solvers.methods.snapshot.blocks import Layout, joined, layouts, thinned
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
+from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.solution import whole_ns
 from random_problems import budgets, random_problem
+
+GRAPHS = Path(__file__).parent.parent / "graphs"
 
 
 def figures(state):
@@ -72,11 +80,11 @@ def test_live_bytes_follow_each_change(block):
 
 
 def test_no_choice_of_blocks_and_snapshots_bounds_too_high():
-    """Against the cheapest of all schedules; with binaries too, where the bound is tightest."""
-    proved = 0
+    """Against the cheapest of all schedules; with cuts and binaries, where it is tightest."""
+    proved = cut = 0
     for seed in range(200):
         problem = random_problem(seed)
-        rng = random.Random(seed)
+        rng, noise = random.Random(seed), np.random.default_rng(seed)
         liveness = Liveness(Demand(problem))
         count = problem.barrier
         last = len(problem.operations) - count
@@ -99,11 +107,54 @@ def test_no_choice_of_blocks_and_snapshots_bounds_too_high():
                 assert result.status == "optimal"
                 assert whole_ns(result.bound * program.cost_unit) <= best
                 proved += result.bound > 1e-6
+                cuts = PathCuts(program)
+                # Cuts of a point that has little of everything, then those of the relaxation.
+                relaxation.cover(cuts.violated(0.2 * noise.random(len(result.values))))
+                while rows := cuts.violated(result.values):
+                    relaxation.cover(rows)
+                    result = relaxation.solve(program.sides(budget), time_limit_s=10)
+                    assert result.status == "optimal"
+                    assert whole_ns(result.bound * program.cost_unit) <= best
+                cut += len(program.program.rows) - len(program.arrays["row_lower"])
                 with MipProcess(program.program) as process:
                     process.arrays["row_upper"] = program.sides(budget)
                     exact = process.solve(time_limit_s=10, relative_gap=0)
                 assert exact.bound <= best / program.cost_unit * (1 + 1e-6) + 1e-4
     assert proved > 500
+    assert cut > 1000
+
+
+def test_a_cut_is_short_of_one_where_it_is_violated():
+    for seed in range(40):
+        problem = random_problem(seed, most=16)
+        liveness = Liveness(Demand(problem))
+        rng = np.random.default_rng(seed)
+        for layout in layouts(liveness, Stages(liveness).groups):
+            stages = Stages(liveness, snapshots=layout.snapshots)
+            program = SnapshotProgram(stages, layout, 10.0)
+            values = 0.3 * rng.random(len(program.program.variables))
+            for columns in PathCuts(program).violated(values):
+                assert len(set(columns)) == len(columns)
+                assert values[columns].sum() < 1
+
+
+def test_blocks_that_borrow_are_joined():
+    layout = Layout("example", (0, 0, 1, 2, 2, 3), frozenset({0, 4, 5, 8}))
+    assert joined(layout, {0, 2}).block == (0, 0, 0, 1, 1, 1)
+    assert thinned(layout, [9, 0, 0, 0, 7, 8, 0, 0, 1]).snapshots == {0, 5, 8}
+    with gzip.open(GRAPHS / "llama.json.gz", "rt") as file:
+        data = json.load(file)
+    problem, ((budget, _),) = Problem.from_dict(data), data["optimal"]
+    search = Snapshots(Liveness(Demand(problem)))
+    best = Incumbent(search.liveness, budget * 4 // 5)
+    deadline = time.perf_counter() + 20
+    before = search.bound(best.budget_bytes, deadline=deadline)
+    orders = list(search.tightened(best, deadline=deadline))
+    assert best.bound_ns > 1.005 * before
+    for order in orders:
+        simulate(problem, stage_schedule(problem, order))
+    found = eviction.solve(problem, best.budget_bytes)
+    assert best.bound_ns <= found.extra_ns
 
 
 def test_rounded_points_are_schedules():

@@ -32,7 +32,7 @@ from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
-from autockpt_solvers.on_demand import Demand
+from autockpt_solvers.on_demand import Demand, needed_storages, on_demand
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution, whole_ns
 
@@ -143,9 +143,7 @@ class Snapshots:
             return
         say(f"{self._figures(best)}; joined blocks")
         fresh: list[Residency] = []
-        for order in self._joined(best, by(0.4)):
-            self._begin(order, best, fresh, by(0.5))
-        for order in self._tighten(best, by(0.5)):
+        for order in self.tightened(best, deadline=by(0.5)):
             self._begin(order, best, fresh, by(0.5))
         self._improve(_distinct(fresh), best, by(0.6), patience=1)
         states = _distinct([*states, *fresh])
@@ -193,21 +191,34 @@ class Snapshots:
                     self._begin(order, best, states, until)
 
     def bound(self, budget_bytes: int, *, deadline: float) -> int:
-        """Return the best bound of all choices, in nanoseconds."""
+        """Return the best bound of the first choices, in nanoseconds."""
         best = Incumbent(self.liveness, budget_bytes)
         for number in range(self._choices):
             self._relax(number, best, deadline, hurry=True)
         return best.bound_ns
 
+    def tightened(self, best: Incumbent, *, deadline: float) -> Iterator[list[int]]:
+        """Prove more, by joined blocks and by cuts; yield the rounded points.
+
+        Args:
+            best: changed in place.
+            deadline: ``time.perf_counter()`` at which to stop.
+        """
+        left_s = deadline - time.perf_counter()
+        yield from self._joined(best, time.perf_counter() + 2 / 3 * left_s)
+        yield from self._tighten(best, deadline)
+
     # ---------------------------------------------------------------- inside
 
     def _walks(self, budget_bytes: int, deadline: float) -> list[list[int]]:
+        """Return orders that do without the relaxation: all that can be is held, or evicted."""
         walks = (
             Eviction(self.liveness, patience).order(budget_bytes, deadline=deadline)
             for patience in PATIENCE[:2]
         )
-        nothing = list(self.problem.backward)
-        return [nothing, *(order for order in walks if order is not None)]
+        demand = self.liveness.demand
+        everything = on_demand(demand, needed_storages(demand))
+        return [everything, *(order for order in walks if order is not None)]
 
     def _relax(
         self,
@@ -292,9 +303,10 @@ class Snapshots:
                 if not rows or best.gap_ns <= self._enough_ns:
                     break
                 relaxation.cover(rows)
-                before = best.gap_ns
+                before = best.bound_ns
                 orders = self._solved(number, best, deadline - time.perf_counter())
-                idle = 0 if before - best.gap_ns > GAIN * before else idle + 1
+                worth = GAIN * min(best.gap_ns, self.problem.baseline_cost_ns)
+                idle = 0 if best.bound_ns - before > worth else idle + 1
             yield from orders
 
     def _begin(
