@@ -13,7 +13,7 @@ from autockpt_solvers.methods.eviction import PATIENCE, Eviction
 from autockpt_solvers.methods.ilp.peak import lowest_peak
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.snapshot.local_search import fit
-from autockpt_solvers.methods.snapshot.residency import Residency
+from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Schedule
@@ -149,11 +149,11 @@ def _lowest(liveness: Liveness, bound: int, deadline: float) -> list[int]:
             if high - low <= bound // 10_000:
                 break
             level = (low + high) // 2
-    stages = Stages(liveness)
+    facts = Facts(liveness, Stages(liveness))
     deadline = min(deadline, time.perf_counter() + FITS_S)
     low = level = bound
     while low < best[0] and time.perf_counter() < deadline:
-        state = Residency(liveness, stages, best[2])
+        state = Residency(facts, best[2])
         fit(state, level, deadline=deadline)
         # The state peaks lowest where it fits, and may have come down where it does not.
         order = state.order()

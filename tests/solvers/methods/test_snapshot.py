@@ -22,7 +22,7 @@ from autockpt_solvers.methods.snapshot.blocks import Layout, joined, layouts, th
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
 from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
-from autockpt_solvers.methods.snapshot.residency import Residency
+from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.solution import whole_ns
@@ -45,7 +45,7 @@ def random_state(seed):
     kept = {s for s in needed if rng.random() < 0.5}
     held = {s for s in needed if rng.random() < 0.5}
     order = on_demand(liveness.demand, kept, held)
-    return Residency(liveness, Stages(liveness), order), rng
+    return Residency(Facts(liveness, Stages(liveness)), order), rng
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -30,7 +30,7 @@ from autockpt_solvers.methods.snapshot.blocks import (
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
 from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
-from autockpt_solvers.methods.snapshot.residency import Residency
+from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand
 from autockpt_solvers.problem import Problem
@@ -43,10 +43,11 @@ THRESHOLDS = (0.5, 0.2, 0.8, 0.999)
 COLUMNS = 50_000
 # Seconds that stating and solving takes per column, on slow machines.
 COLUMN_S = 1e-4
-# Gaps, as parts of the step: two at which the search ends, on small graphs and on others, and one
-# not worth long.
+# Gaps, as parts of the step: three at which the search ends, on small graphs, on others and where
+# it is to be brief, and one not worth long.
 ENOUGH = 2e-4
 CLOSE = 5e-4
+BRIEF = 1e-3
 GOOD = 3e-3
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
@@ -97,13 +98,13 @@ class Snapshots:
         self.liveness = liveness
         self.problem = liveness.problem
         self.stages = Stages(liveness)
+        self.facts = Facts(liveness, self.stages)
         self._layouts = layouts(liveness, self.stages.groups)
         self._choices = len(self._layouts)  # others join blocks of these
         self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
         self._cuts: dict[int, PathCuts] = {}
         self._points: dict[int, Floats] = {}
-        enough = ENOUGH if self.problem.barrier <= SMALL else CLOSE
-        self._enough_ns = enough * self.problem.baseline_cost_ns
+        self._enough_ns = 0.0
 
     def run(
         self,
@@ -120,10 +121,12 @@ class Snapshots:
             best: changed in place; it holds the best order at any moment.
             deadline: ``time.perf_counter()`` at which to stop.
             starts: orders to start from besides those found here.
-            brief: improve only the best start, without kicks.
+            brief: improve only the best start, without kicks, and be content with a larger gap.
             say: called with a line of text now and then.
         """
         started = time.perf_counter()
+        enough = BRIEF if brief else ENOUGH if self.problem.barrier <= SMALL else CLOSE
+        self._enough_ns = enough * self.problem.baseline_cost_ns
 
         def by(share: float) -> float:
             return started + share * (deadline - started)
@@ -315,7 +318,7 @@ class Snapshots:
         """Make an order fit and note it."""
         if time.perf_counter() > deadline and best.order is not None:
             return
-        state = Residency(self.liveness, self.stages, order)
+        state = Residency(self.facts, order)
         if fit(state, best.budget_bytes, deadline=deadline):
             self._take(state, best)
             states.append(state)

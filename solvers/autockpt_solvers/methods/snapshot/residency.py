@@ -22,7 +22,7 @@ from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.on_demand import optional_operations
 
-__all__ = ["Residency"]
+__all__ = ["Facts", "Residency"]
 
 KEPT = -1  # the stage in which a copy kept from the forward was made
 NEVER = -(1 << 60)
@@ -31,23 +31,15 @@ NEVER = -(1 << 60)
 Copy = tuple[int, int, bool]
 
 
-class Residency:
-    """Runs by stage, and the bytes and the cost they lead to. Mutable.
-
-    Changes made since the last :meth:`commit` are taken back by :meth:`rollback`.
+class Facts:
+    """What no run changes, made once for all states of a problem.
 
     Args:
         liveness: the facts of the problem.
-        stages: its groups; shared between instances.
-        order: the backward order to start from; runs nobody needs are left out.
-
-    Attributes:
-        cost_ns: time of the runs and of the optional operations they need.
-        runs: for each operation the stages in which it runs again, rising.
-        block: for each stage the operations that run again in it, rising.
+        stages: its groups.
     """
 
-    def __init__(self, liveness: Liveness, stages: Stages, order: Sequence[int]) -> None:
+    def __init__(self, liveness: Liveness, stages: Stages) -> None:
         self.liveness = liveness
         self.stages = stages
         problem = liveness.problem
@@ -57,24 +49,13 @@ class Residency:
         self.maker = [group.producer if group.again else -1 for group in groups]
         self.may_keep = [group.may_keep for group in groups]
         self.forward_from = [-1 if group.at_barrier else group.forward_end + 1 for group in groups]
-        self.inputs = stages.inputs
-        self.outputs = stages.outputs
         self.op_cost = [problem.operations[i].cost_ns for i in problem.forward]
-        self.runs: dict[int, list[int]] = {index: [] for index in stages.outputs}
-        count = len(problem.operations) - problem.barrier
-        self.block: list[list[int]] = [[] for _ in range(count)]
         group_of = stages.group_of
         self.reads = [
             tuple(dict.fromkeys(group_of[s] for s in reads if s in group_of))
             for reads in liveness.demand.reads
         ]
         self.direct = [frozenset(group.reads) for group in groups]
-        self.reading: list[list[int]] = [list(group.reads) for group in groups]
-        self.times: list[dict[int, int]] = [dict.fromkeys(group.reads, 1) for group in groups]
-        self.copies: list[tuple[Copy, ...]] = [()] * len(groups)
-        # From the making of the first copy to the last read; nothing for what is made once.
-        self.first_made = np.full(len(groups), len(self.reads), np.int64)
-        self.final_read = np.full(len(groups), NEVER, np.int64)
         self.size_by_group = np.array(self.sizes, np.float64)
         self.cost_by_group = np.array(
             [problem.operations[group.producer].cost_ns for group in groups], np.float64
@@ -85,7 +66,6 @@ class Residency:
             else ()
             for group in groups
         ]
-        self.wanted: dict[int, int] = {}
         # Bytes of outputs that no group has, while a run lasts; and its workspace.
         self.passing = {
             index: problem.operations[index].workspace_bytes
@@ -96,24 +76,66 @@ class Residency:
             )
             for index in stages.outputs
         }
-        during, before = liveness.backward_bytes
-        self.during = np.array(during, np.int64)
-        # Bytes of copies: while a backward operation runs; through a whole stage; in the forward.
-        self.held = np.zeros(count, np.int64)
-        self.through = np.array(before, np.int64)
-        self.top = np.full(count, NEVER, np.int64)  # highest of the runs of a stage, without these
-        self.forward = liveness.forward_bytes.copy()
-        # Forward operations that are written over a group if it is not kept; how many are left.
+        # Forward operations that are written over a group if it is not kept; how many there are.
         self.overwrites: dict[int, int] = {}
-        self.left: dict[int, int] = {}
+        self.over: dict[int, int] = {}
         for index, (over, _) in liveness.in_place.items():
             if all(storage in group_of for storage in over):
                 own = {group_of[storage] for storage in over}
-                self.left[index] = len(own)
+                self.over[index] = len(own)
                 self.overwrites.update(dict.fromkeys(own, index))
+        self.forward = liveness.forward_bytes.copy()
         for index in problem.forward:
             if problem.operations[index].optional:
                 self.forward[index] += NEVER
+        during, before = liveness.backward_bytes
+        self.during = np.array(during, np.int64)
+        self.before = np.array(before, np.int64)
+
+
+class Residency:
+    """Runs by stage, and the bytes and the cost they lead to. Mutable.
+
+    Changes made since the last :meth:`commit` are taken back by :meth:`rollback`.
+
+    Args:
+        facts: the facts of the problem; shared between instances.
+        order: the backward order to start from; runs nobody needs are left out.
+
+    Attributes:
+        cost_ns: time of the runs and of the optional operations they need.
+        runs: for each operation the stages in which it runs again, rising.
+        block: for each stage the operations that run again in it, rising.
+    """
+
+    def __init__(self, facts: Facts, order: Sequence[int]) -> None:
+        self.liveness, self.problem = facts.liveness, facts.problem
+        groups = facts.stages.groups
+        self.inputs, self.outputs = facts.stages.inputs, facts.stages.outputs
+        self.sizes, self.maker, self.may_keep = facts.sizes, facts.maker, facts.may_keep
+        self.forward_from, self.op_cost = facts.forward_from, facts.op_cost
+        self.reads, self.direct, self.optional = facts.reads, facts.direct, facts.optional
+        self.size_by_group, self.cost_by_group = facts.size_by_group, facts.cost_by_group
+        self.passing, self.overwrites = facts.passing, facts.overwrites
+        self.during = facts.during
+        problem = self.problem
+        count = len(problem.operations) - problem.barrier
+        self.runs: dict[int, list[int]] = {index: [] for index in self.outputs}
+        self.block: list[list[int]] = [[] for _ in range(count)]
+        self.reading: list[list[int]] = [list(group.reads) for group in groups]
+        self.times: list[dict[int, int]] = [dict.fromkeys(group.reads, 1) for group in groups]
+        self.copies: list[tuple[Copy, ...]] = [()] * len(groups)
+        # From the making of the first copy to the last read; nothing for what is made once.
+        self.first_made = np.full(len(groups), len(self.reads), np.int64)
+        self.final_read = np.full(len(groups), NEVER, np.int64)
+        self.wanted: dict[int, int] = {}
+        # Bytes of copies: while a backward operation runs; through a whole stage; in the forward.
+        self.held = np.zeros(count, np.int64)
+        self.through = facts.before.copy()
+        self.top = np.full(count, NEVER, np.int64)  # highest of the runs of a stage, without these
+        self.forward = facts.forward.copy()
+        # How many of the groups that a forward operation could be written over are left.
+        self.left = dict(facts.over)
         self.cost_ns = 0
         self._touched: set[int] = set()
         self._dirty: set[int] = set()
