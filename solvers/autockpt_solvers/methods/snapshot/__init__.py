@@ -55,7 +55,7 @@ BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 # Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
 # Columns of programs whose blocks are joined, and snapshots that they keep at least.
-JOINED, FEWEST = 45_000, 10
+JOINED, FEWEST = 25_000, 10
 # Rounds of cuts that close less than this part of the gap, after which a program gets no more.
 GAIN, IDLE = 0.01, 2
 # Seconds of the first turn of kicks, most turns, and states that take turns.
@@ -147,7 +147,7 @@ class Snapshots:
         say(f"{self._figures(best)}; joined blocks")
         fresh: list[Residency] = []
         for order in self.tightened(best, deadline=by(0.5)):
-            self._begin(order, best, fresh, by(0.5))
+            self._begin(order, best, fresh, by(0.55))
         self._improve(_distinct(fresh), best, by(0.6), patience=1)
         states = _distinct([*states, *fresh])
         self._improve(states, best, by(0.7), patience=1)
@@ -272,14 +272,17 @@ class Snapshots:
         own = own_bytes(self.liveness)
         layout = finest(self.liveness, self.stages.groups)
         orders: Iterator[list[int]] = iter(())
+        last: int | None = None
         while time.perf_counter() < deadline:
             self._layouts.append(layout)
             number = len(self._layouts) - 1
-            orders = self._relax(number, best, deadline, share=1.0)
+            points = self._relax(number, best, deadline, share=1.0)
             if number not in self._points:
                 break
-            program, _ = self._programs[number]
-            links = program.borrowed(self._points[number])
+            if last is not None:  # this one says more
+                del self._programs[last], self._points[last]
+            orders, last = points, number
+            links = self._programs[number][0].borrowed(self._points[number])
             if not links:
                 break
             layout = joined(layout, links)
@@ -288,7 +291,6 @@ class Snapshots:
                 layout = thinned(layout, own)
             if self._size(layout) > most:
                 break
-            del self._programs[number], self._points[number]  # the next says more
         yield from orders
 
     def _size(self, layout: Layout) -> int:
