@@ -21,6 +21,8 @@ from autockpt_solvers.solution import whole_ns
 
 __all__ = ["lower_bound"]
 
+# Part of the time for the stage program.
+SHARE = 0.4
 # Columns of the stage program up to which it is stated, and how many a second of time left allows.
 FULL = 40_000
 PER_SECOND = 6_000
@@ -36,7 +38,9 @@ def lower_bound(problem: Problem, budget_bytes: int | None, *, time_limit_s: flo
         return 0
     deadline = time.perf_counter() + time_limit_s
     liveness = Liveness(Demand(problem))
-    bound = Snapshots(liveness).bound(budget_bytes, deadline=deadline)
+    # The rest is for the stage program, where there may be one.
+    share = deadline - SHARE * time_limit_s
+    bound = Snapshots(liveness).bound(budget_bytes, deadline=share)
     stages = Stages(liveness)
     size = sum(map(len, stages.runs)) + sum(last + 1 for last in stages.last_stage)
     if size > min(FULL, PER_SECOND * (deadline - time.perf_counter())):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import Floats, MipProcess, Relaxation
@@ -146,7 +147,7 @@ class Snapshots:
             return
         say(f"{self._figures(best)}; joined blocks")
         fresh: list[Residency] = []
-        for order in self.tightened(best, deadline=by(0.5)):
+        for order in chain.from_iterable(self.tighten(best, deadline=by(0.5))):
             self._begin(order, best, fresh, by(0.55))
         self._improve(_distinct(fresh), best, by(0.6), patience=1)
         states = _distinct([*states, *fresh])
@@ -194,22 +195,28 @@ class Snapshots:
                     self._begin(order, best, states, until)
 
     def bound(self, budget_bytes: int, *, deadline: float) -> int:
-        """Return the best bound of the first choices, in nanoseconds."""
+        """Return the best bound of all choices, in nanoseconds."""
         best = Incumbent(self.liveness, budget_bytes)
+        self.first_bound(best, deadline=deadline)
+        self.tighten(best, deadline=deadline)
+        return best.bound_ns
+
+    def first_bound(self, best: Incumbent, *, deadline: float) -> int:
+        """Prove what the first choices do; return that, in nanoseconds."""
         for number in range(self._choices):
             self._relax(number, best, deadline, hurry=True)
         return best.bound_ns
 
-    def tightened(self, best: Incumbent, *, deadline: float) -> Iterator[list[int]]:
-        """Prove more, by joined blocks and by cuts; yield the rounded points.
+    def tighten(self, best: Incumbent, *, deadline: float) -> list[Iterator[list[int]]]:
+        """Prove more, by joined blocks and by cuts; return the rounded points, made when asked for.
 
         Args:
             best: changed in place.
             deadline: ``time.perf_counter()`` at which to stop.
         """
         left_s = deadline - time.perf_counter()
-        yield from self._joined(best, time.perf_counter() + 2 / 3 * left_s)
-        yield from self._tighten(best, deadline)
+        points = [self._join(best, time.perf_counter() + 2 / 3 * left_s)]
+        return points + [self._cut(number, best, deadline) for number in reversed(self._programs)]
 
     # ---------------------------------------------------------------- inside
 
@@ -264,10 +271,10 @@ class Snapshots:
         self._points[number] = values
         return (rounded(program, values, threshold) for threshold in THRESHOLDS)
 
-    def _joined(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
+    def _join(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
         """Solve relaxations whose blocks are joined where the last one's borrowed.
 
-        Yields the rounded points of the last.
+        Returns the rounded points of the last.
         """
         own = own_bytes(self.liveness)
         layout = finest(self.liveness, self.stages.groups)
@@ -291,28 +298,28 @@ class Snapshots:
                 layout = thinned(layout, own)
             if self._size(layout) > most:
                 break
-        yield from orders
+        return orders
 
     def _size(self, layout: Layout) -> int:
         return SnapshotProgram.size(Stages(self.liveness, snapshots=layout.snapshots), layout)
 
-    def _tighten(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
-        """Add cuts to the relaxations solved; note their bounds and yield their rounded points."""
-        for number, (program, relaxation) in reversed(self._programs.items()):
-            orders: Iterator[list[int]] = iter(())
-            if number not in self._cuts:
-                self._cuts[number] = PathCuts(program)
-            idle = 0
-            while number in self._points and idle < IDLE and time.perf_counter() < deadline:
-                rows = self._cuts[number].violated(self._points[number])
-                if not rows or best.gap_ns <= self._enough_ns:
-                    break
-                relaxation.cover(rows)
-                before = best.bound_ns
-                orders = self._solved(number, best, deadline - time.perf_counter())
-                worth = GAIN * min(best.gap_ns, self.problem.baseline_cost_ns)
-                idle = 0 if best.bound_ns - before > worth else idle + 1
-            yield from orders
+    def _cut(self, number: int, best: Incumbent, deadline: float) -> Iterator[list[int]]:
+        """Add cuts to a relaxation, note its bound and return its rounded points."""
+        program, relaxation = self._programs[number]
+        orders: Iterator[list[int]] = iter(())
+        if number not in self._cuts:
+            self._cuts[number] = PathCuts(program)
+        idle = 0
+        while number in self._points and idle < IDLE and time.perf_counter() < deadline:
+            rows = self._cuts[number].violated(self._points[number])
+            if not rows or best.gap_ns <= self._enough_ns:
+                break
+            relaxation.cover(rows)
+            before = best.bound_ns
+            orders = self._solved(number, best, deadline - time.perf_counter())
+            worth = GAIN * min(best.gap_ns, self.problem.baseline_cost_ns)
+            idle = 0 if best.bound_ns - before > worth else idle + 1
+        return orders
 
     def _begin(
         self, order: Sequence[int], best: Incumbent, states: list[Residency], deadline: float

@@ -2,8 +2,10 @@
 
 Any choice makes a valid bound; these make a good one. The forward is cut where few large storages
 cross from one side to the other, as between the layers of a transformer; neighbouring segments
-are the *blocks*. The backward passes through the segments in turn; of each such *phase* the
-operation at which its own bytes peak is a *snapshot*, and so is the first operation.
+are the *blocks*. They are joined further where the program's answer takes from a neighbour what it
+neither holds nor makes there (``SnapshotProgram.borrowed``). The backward passes through the
+segments in turn; of each such *phase* the operation at which its own bytes peak is a *snapshot*,
+and so is the first operation.
 """
 
 from __future__ import annotations
@@ -47,14 +49,11 @@ class Layout:
         name: for people.
         block: for each forward operation its block.
         snapshots: backward operations, counted from the barrier.
-        reach: for how many blocks in a row that are made from one another the program follows
-            what each needs from the one before, ahead of the stages that read it themselves.
     """
 
     name: str
     block: tuple[int, ...]
     snapshots: frozenset[int]
-    reach: int = 0
 
 
 def layouts(liveness: Liveness, groups: Sequence[Group]) -> list[Layout]:

@@ -27,9 +27,7 @@ what is true. Rows 4 hold since before lo the block holds at least the bytes of 
 operation before stage lo reads it. A value used in a stage was resident at its start or made in
 it, or for ``lo`` since q; so 1-3 and 5 hold. A forward row counts a block with ``lo > 0`` only if
 it counts all of it, since at the barrier too it holds at least the bytes of q. Runs outside a
-block's stages, inputs from elsewhere and in-stage memory are left out, which only relaxes. The
-same holds for any earlier ``lo``: with *reach* it lies before that of the blocks made from this
-one, so that what is made again for those counts.
+block's stages, inputs from elsewhere and in-stage memory are left out, which only relaxes.
 """
 
 from __future__ import annotations
@@ -56,16 +54,6 @@ def windows(stages: Stages, layout: Layout) -> dict[int, tuple[int, int]]:
         for g in used:
             b = layout.block[stages.groups[g].producer]
             window[b] = (window.get(b, (k, k))[0], k)
-    for _ in range(layout.reach):
-        before = dict(window)
-        for group in stages.groups:
-            b = layout.block[group.producer]
-            if b not in window:
-                continue
-            blocks = {layout.block[index] for index in group.readers} & before.keys() - {b}
-            # One stage more: from the first on S says what is true only if that is 0.
-            first = min((before[other][0] for other in blocks), default=window[b][0] + 1) - 1
-            window[b] = (max(0, min(window[b][0], first)), window[b][1])
     return window
 
 
@@ -89,7 +77,6 @@ class SnapshotProgram:
     def __init__(self, stages: Stages, layout: Layout, byte_unit: float) -> None:
         self.stages = stages
         self.block = layout.block
-        self.reach = layout.reach
         self.byte_unit = byte_unit
         self.program = Program("snapshots")
         problem = stages.problem
