@@ -26,6 +26,8 @@ __all__ = ["accept_smallest", "alive", "checked", "peak_parts", "solve", "with_o
 ILP_LIMIT = 20_000
 # Up to so many forward operations greedy costs next to nothing and makes a start of its own.
 GREEDY_FIRST = 300
+# On larger ones it takes about so many seconds for each, and is asked where much is open.
+GREEDY_S = 2e-3
 # Part of the time limit for a method that is asked for; the rest is for the bound on its answer.
 OWN = 0.9
 # Gaps, as parts of the step: one at which the search ends, and one for which the integer program
@@ -138,17 +140,27 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
     limit_s = deadline - started
     step = problem.baseline_cost_ns
     starts: list[list[int]] = []
-    if problem.barrier <= GREEDY_FIRST:
+    early = problem.barrier <= GREEDY_FIRST
+    if early:
         starts = _greedy(best, 0.15 * limit_s)
+
+    def more(limit_s: float) -> list[list[int]]:
+        enough = not early and limit_s > GREEDY_S * problem.barrier
+        return _greedy(best, limit_s) if enough else []
+
     say("snapshots and local search")
-    Snapshots(best.liveness).run(best, deadline=started + 0.9 * limit_s, starts=starts, say=say)
+    Snapshots(best.liveness).run(
+        best,
+        deadline=started + 0.9 * limit_s,
+        starts=starts,
+        more=more,
+        say=say,
+    )
     if best.order is None:
         say("no schedule yet; looking for the smallest peak")
         accept_smallest(best, max(deadline - time.perf_counter(), 0.1 * limit_s))
     if best.gap_ns <= CLOSE * step:
         return
-    if problem.barrier > GREEDY_FIRST:
-        _greedy(best, 0.5 * min(deadline - time.perf_counter(), 0.2 * limit_s))
     left_s = deadline - time.perf_counter()
     if left_s < 0.1 * limit_s or ilp.program_size(problem) > ILP_LIMIT:
         return

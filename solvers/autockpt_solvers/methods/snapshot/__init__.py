@@ -57,6 +57,8 @@ BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
 # Columns of programs whose blocks are joined, and snapshots that they keep at least.
 JOINED, FEWEST = 25_000, 10
+# Part of the time left for starts of other methods.
+MORE = 0.5
 # Rounds of cuts that close less than this part of the gap, after which a program gets no more.
 GAIN, IDLE = 0.01, 2
 # Seconds of the first turn of kicks, most turns, and states that take turns.
@@ -113,6 +115,7 @@ class Snapshots:
         *,
         deadline: float,
         starts: Sequence[Sequence[int]] = (),
+        more: Callable[[float], Sequence[Sequence[int]]] = lambda limit_s: (),
         brief: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -122,6 +125,7 @@ class Snapshots:
             best: changed in place; it holds the best order at any moment.
             deadline: ``time.perf_counter()`` at which to stop.
             starts: orders to start from besides those found here.
+            more: called with a limit in seconds for further ones, where much is open.
             brief: improve only the best start, without kicks, and be content with a larger gap.
             say: called with a line of text now and then.
         """
@@ -139,6 +143,9 @@ class Snapshots:
             else:
                 self._begin(order, best, states, deadline)
         self._first(best, states, deadline, starts if brief else None)
+        if not states and not best.infeasible:
+            for order in more(MORE * (deadline - time.perf_counter())):
+                self._begin(order, best, states, deadline)
         if not states or best.gap_ns <= self._enough_ns:
             return
         say(f"snapshots: {self._figures(best)}; local search")
@@ -147,13 +154,16 @@ class Snapshots:
             return
         say(f"{self._figures(best)}; joined blocks")
         fresh: list[Residency] = []
-        for order in chain.from_iterable(self.tighten(best, deadline=by(0.5))):
-            self._begin(order, best, fresh, by(0.55))
-        self._improve(_distinct(fresh), best, by(0.6), patience=1)
+        for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
+            self._begin(order, best, fresh, by(0.65))
+        self._improve(_distinct(fresh), best, by(0.7), patience=1)
+        if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
+            for order in more(MORE * (deadline - time.perf_counter())):
+                self._begin(order, best, states, deadline)
         states = _distinct([*states, *fresh])
-        self._improve(states, best, by(0.7), patience=1)
+        self._improve(states, best, by(0.8), patience=1)
         if best.gap_ns > self._enough_ns:
-            self._integer(states, best, by(0.75), say)
+            self._integer(states, best, by(0.85), say)
         if best.gap_ns > self._enough_ns:
             self._wander(_distinct(states), best, deadline, say)
 
