@@ -158,14 +158,14 @@ class Snapshots:
         fresh: list[Residency] = []
         for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
             self._begin(order, best, fresh, by(0.65))
-        self._improve(_distinct(fresh), best, by(0.7), patience=1)
+        self._improve(_distinct(fresh)[:WIDE], best, by(0.7), patience=1)
         if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
             for order in more(MORE * (deadline - time.perf_counter())):
                 self._begin(order, best, states, deadline)
+        self._improve(_distinct(states), best, by(0.85), patience=1)
         states = _distinct([*states, *fresh])
-        self._improve(states, best, by(0.8), patience=1)
         if best.gap_ns > self._enough_ns:
-            self._integer(states, best, by(0.85), say)
+            self._integer(states, best, by(0.9), say)
         if best.gap_ns > self._enough_ns:
             self._wander(_distinct(states), best, deadline, say)
 
