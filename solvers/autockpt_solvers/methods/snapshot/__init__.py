@@ -11,6 +11,7 @@ convolutional graphs the bound stays far below what is found.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -59,8 +60,10 @@ BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
 # Columns of programs whose blocks are joined, and snapshots that they keep at least.
 JOINED, FEWEST = 25_000, 10
+# Part of a gap by which two of them differ where they say different things.
+ALIKE = 0.1
 # Part of the time left for starts of other methods.
-MORE = 0.5
+MORE = 0.25
 # Rounds of cuts that close less than this part of the gap, after which a program gets no more.
 GAIN, IDLE = 0.01, 2
 # Seconds of the first turn of kicks, most turns, and states that take turns.
@@ -162,7 +165,7 @@ class Snapshots:
         if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
             for order in more(MORE * (deadline - time.perf_counter())):
                 self._begin(order, best, states, deadline)
-        self._improve(_distinct(states), best, by(0.85), patience=1)
+        self._improve(_unlike(states, best.bound_ns), best, by(0.85), patience=1)
         states = _distinct([*states, *fresh])
         if best.gap_ns > self._enough_ns:
             self._integer(states, best, by(0.9), say)
@@ -446,6 +449,20 @@ class Snapshots:
         step = max(self.problem.baseline_cost_ns, 1)
         found = "none" if best.order is None else f"{best.extra_ns / step:.2%}"
         return f"extra time {found}, proved at least {best.bound_ns / step:.2%}"
+
+
+def _unlike(states: Sequence[Residency], bound_ns: int) -> list[Residency]:
+    """Return the states, the cheapest first, those last whose gap is nearly that of one before.
+
+    The thresholds of one point often make nearly the same state several times.
+    """
+    different: dict[int, Residency] = {}
+    alike: list[Residency] = []
+    for state in _distinct(states):
+        gap = math.log(max(state.cost_ns - bound_ns, 1)) / math.log(1 + ALIKE)
+        if different.setdefault(int(gap), state) is not state:
+            alike.append(state)
+    return [*different.values(), *alike]
 
 
 def _distinct(states: Sequence[Residency]) -> list[Residency]:
