@@ -58,8 +58,8 @@ GOOD = 3e-3
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 # Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
-# Columns of programs whose blocks are joined, and snapshots that they keep at least.
-JOINED, FEWEST = 25_000, 10
+# Columns of programs whose blocks are joined, seconds for each, and snapshots they keep at least.
+JOINED, JOINED_S, FEWEST = 45_000, 1.3e-4, 10
 # Part of a gap by which two of them differ where they say different things.
 ALIKE = 0.1
 # Part of the time left for starts of other methods.
@@ -308,7 +308,7 @@ class Snapshots:
             if not links:
                 break
             layout = joined(layout, links)
-            most = min(JOINED, (deadline - time.perf_counter()) / COLUMN_S)
+            most = min(JOINED, (deadline - time.perf_counter()) / JOINED_S)
             while len(layout.snapshots) > FEWEST and self._size(layout) > most:
                 layout = thinned(layout, own)
             if self._size(layout) > most:
