@@ -59,7 +59,7 @@ BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 # Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
 # Columns of programs whose blocks are joined, seconds for each, and snapshots they keep at least.
-JOINED, JOINED_S, FEWEST = 45_000, 1.3e-4, 10
+JOINED, JOINED_S, FEWEST = 45_000, 1.2e-4, 10
 # Part of a gap by which two of them differ where they say different things.
 ALIKE = 0.1
 # Part of the time left for starts of other methods.
