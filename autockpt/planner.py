@@ -84,11 +84,14 @@ class Planner:
         self.graphs: list[Graph] = []
         self.known: dict[str, Known] = {}
         self._like: dict[str, dict[str, None]] = {}  # graphs that differ in their sizes alone
+        # What a forward looks through each time: to walk the model takes longer than an operator.
+        self._parameters: list[Mapping[str, nn.Parameter | None]] | None = None
         self.started = 0.0
         self._warned = False
 
     def note_graphs(self) -> None:
         """Note what is known of the compiled graphs, for when they are compiled again."""
+        self._parameters = None
         for graph in self.graphs:
             self.known.setdefault(graph.key, graph.known())
 
@@ -114,9 +117,18 @@ class Planner:
         resident = resident_bytes(self.model, inputs, device, gradients=not self.accumulates)
         return Around(
             resident_bytes=resident + optimizer.state_bytes,
-            gradients_exist=_has_gradients(self.model) and not self.accumulates,
+            gradients_exist=self._has_gradients() and not self.accumulates,
             accumulates=self.accumulates,
             optimizer_bytes=optimizer.step_bytes,
+        )
+
+    def _has_gradients(self) -> bool:
+        if self._parameters is None:
+            self._parameters = [module._parameters for module in self.model.modules()]
+        return any(
+            parameter is not None and parameter.grad is not None
+            for own in self._parameters
+            for parameter in own.values()
         )
 
     @contextlib.contextmanager
@@ -160,6 +172,7 @@ class Planner:
 
     def plan(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
         """Plan a joint graph: as a larger one is planned where there is one, else on its own."""
+        self._parameters = None  # the model may have new modules
         found = self._from_a_larger(joint, key) or self._planned(joint, key)
         self._like.setdefault(shape_free_key(joint), {})[key] = None
         return found
@@ -271,7 +284,7 @@ class Planner:
         Yields each graph of which a watched step has shown something, and whether its code must
         change. Where it must, what is known of it has been noted for its next capture.
         """
-        gradients_exist = _has_gradients(self.model) and not self.accumulates
+        gradients_exist = self._has_gradients() and not self.accumulates
         for graph in self.graphs:
             found = graph.found
             if found is None:
@@ -369,7 +382,3 @@ class Planner:
     def _within_budget(self, plan: Plan) -> bool:
         budget_bytes = self.budget_bytes
         return budget_bytes is None or plan.peak_bytes <= budget_bytes
-
-
-def _has_gradients(model: nn.Module) -> bool:
-    return any(p.grad is not None for p in model.parameters())

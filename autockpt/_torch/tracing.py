@@ -212,12 +212,13 @@ def _patched(
 ) -> Callable[..., Any]:
     """Return the callable as it is to be called; it keeps its backend alive."""
     varying: Any = compiler_config
+    said_once = _said_once()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Hooks that come and go after the capture are guarded on.
         with (
             dynamo_config.patch(
-                ignore_logging_functions=_said_once(),
+                ignore_logging_functions=said_once,
                 skip_nnmodule_hook_guards=False,
                 # A gradient taken inside the forward is part of the graph.
                 trace_autograd_ops=True,

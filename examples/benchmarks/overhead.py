@@ -32,7 +32,7 @@ from benchmarks.measure import (
 from models import EXAMPLES
 
 MODELS = ("gpt", "resnet", "unet")
-SHARES = (0.9, 0.7, 0.5, 0.4, 0.35)
+SHARES = (0.5, 0.45, 0.4, 0.35, 0.3)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=models, default=list(MODELS), help=",".join(MODELS))
     parser.add_argument(
-        "--shares", type=shares, default=list(SHARES), help="budgets in percent: 90,70,50,40,35"
+        "--shares", type=shares, default=list(SHARES), help="budgets in percent: 50,45,40,35,30"
     )
     parser.add_argument("--pairs", type=int, default=15, help="timing rounds per model")
     parser.add_argument("--time-limit", type=float, default=60.0, help="for the solver, seconds")
