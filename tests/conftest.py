@@ -55,6 +55,16 @@ def measured_alone() -> Iterator[None]:
         modes.leave_what_is_left_behind()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def collector() -> None:
+    """Let the garbage collector pass over what there is before a file of tests.
+
+    Measurements collect first, and would look through all of torch and what earlier files hold.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[None]:
     """Tests at the minimum leave no room for what piles up around the model, which is warned of."""
