@@ -38,7 +38,7 @@ from autockpt.planning import (
     no_limit,
     options_of,
 )
-from autockpt.resident import distinct_bytes
+from autockpt.resident import distinct_bytes, missing_gradient_bytes
 from autockpt.several import Several
 from autockpt.split import Batch, Split, cut, shares
 from autockpt.step import AUTO, Stepper, check_accumulate
@@ -269,8 +269,8 @@ class Handle:
             found = [self._several.recorded]
         if not any(around.gradients_exist or around.accumulates for around in found):
             return self.plan.problem.resident_bytes
-        missing = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
-        return self.plan.problem.resident_bytes - distinct_bytes(missing, self.planner.device)
+        missing = missing_gradient_bytes(self.model, self.planner.device)
+        return self.plan.problem.resident_bytes - missing
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the optimizer, which is for this model's parameters, nor the loss that goes with it.
@@ -364,6 +364,7 @@ class Handle:
         captures = len(self.planner.graphs) + (self._several.captures if self._several else 0)
         if not self._begun or captures != self._captures:  # the model may have new modules
             self._unguarded = _torch.unguarded(self.model)
+            self.planner.look_again()
         self._begun, self._captures = True, captures
         self._taken_for_granted = self._unguarded()
 

@@ -91,9 +91,12 @@ class Planner:
 
     def note_graphs(self) -> None:
         """Note what is known of the compiled graphs, for when they are compiled again."""
-        self._parameters = None
         for graph in self.graphs:
             self.known.setdefault(graph.key, graph.known())
+
+    def look_again(self) -> None:
+        """Forget what was looked up in the model, which may have new modules."""
+        self._parameters = None
 
     # -------------------------------------------------------------- what is there
 
@@ -172,7 +175,7 @@ class Planner:
 
     def plan(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
         """Plan a joint graph: as a larger one is planned where there is one, else on its own."""
-        self._parameters = None  # the model may have new modules
+        self.look_again()
         found = self._from_a_larger(joint, key) or self._planned(joint, key)
         self._like.setdefault(shape_free_key(joint), {})[key] = None
         return found

@@ -16,7 +16,13 @@ from autockpt import _torch
 from autockpt.device import Device
 from autockpt.roofline import Modelled
 
-__all__ = ["OptimizerMemory", "distinct_bytes", "optimizer_memory", "resident_bytes"]
+__all__ = [
+    "OptimizerMemory",
+    "distinct_bytes",
+    "missing_gradient_bytes",
+    "optimizer_memory",
+    "resident_bytes",
+]
 
 
 def resident_bytes(
@@ -30,6 +36,12 @@ def resident_bytes(
     found = [*model.parameters(), *model.buffers(), *_torch.tensors_anywhere(inputs)]
     if gradients:
         found += [p.grad for p in model.parameters() if p.grad is not None]
+    return distinct_bytes(found, device)
+
+
+def missing_gradient_bytes(model: nn.Module, device: Device | Modelled) -> int:
+    """Return the bytes of the gradients that a whole backward makes and that are not there yet."""
+    found = [p for p in model.parameters() if p.requires_grad and p.grad is None]
     return distinct_bytes(found, device)
 
 

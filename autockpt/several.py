@@ -28,7 +28,7 @@ from autockpt.parts import Mode, Part, own_children
 from autockpt.planning import Made, Options, budget_of, formulated, origin_of, solved
 from autockpt.profile import profile
 from autockpt.record import Kind, Record, Recorder
-from autockpt.resident import distinct_bytes
+from autockpt.resident import missing_gradient_bytes
 from autockpt.rewrite import rewrite
 from autockpt.unforeseen import lacking
 from autockpt_solvers.memory import simulate
@@ -207,8 +207,7 @@ class Several:
         if budget_bytes is None:
             return None
         before = [self._weights[key] for key in self._running if key in self._weights]
-        new = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
-        to_come = distinct_bytes(new, self.device) - _gradient_bytes(problem)
+        to_come = missing_gradient_bytes(self.model, self.device) - _gradient_bytes(problem)
         to_come -= sum(weight.gradient_bytes for weight in before)
         kept = sum(weight.kept_bytes for weight in before)
         there = self.recorded if self.recorder is not None else self.around()
