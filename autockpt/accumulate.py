@@ -11,7 +11,7 @@ that has made sure that there are none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def _views(value: fx.Node) -> tuple[list[fx.Node], fx.Node]:
 # ------------------------------------------------------------------ running it
 
 
-class Accumulating(_torch.Watch):
+class Accumulating(_torch.WatchAround):
     """Runs a backward graph, or inside a step the one that accumulates.
 
     Args:
@@ -194,24 +194,12 @@ class Accumulating(_torch.Watch):
         capture: Capture,
         asked: Callable[[], bool],
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.asked = asked
         self._parts: tuple[fx.GraphModule, Capture] | None = (backward, capture)
         self._run: Callable[[list[Any]], Any] | None = None
         self._positions: list[int] = []
         self._count = len(capture.joint.differentiated)
-
-    def forward_begins(self, inputs: Sequence[Any]) -> None:
-        """Pass on."""
-        self.inner.forward_begins(inputs)
-
-    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Pass on."""
-        return self.inner.run_forward(run, args)
-
-    def forward_ends(self, outputs: Sequence[Any]) -> None:
-        """Pass on."""
-        self.inner.forward_ends(outputs)
 
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward, and return the gradients that are not added yet."""

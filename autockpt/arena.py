@@ -228,7 +228,7 @@ def lay_out(
         module.recompile()
 
 
-class InArena(_torch.Watch):
+class InArena(_torch.WatchAround):
     """Runs a forward and its backward in the arena, where it is free.
 
     Args:
@@ -238,7 +238,7 @@ class InArena(_torch.Watch):
     """
 
     def __init__(self, memory: Memory, size_bytes: int) -> None:
-        self.inner: _torch.Watch = _torch.Watch()
+        super().__init__(_torch.Watch())
         self.memory = memory
         self.size_bytes = size_bytes
         self._lent = False
@@ -254,14 +254,6 @@ class InArena(_torch.Watch):
             return torch.empty_strided(size, strides, dtype=dtype, device=self.memory.device)
 
         return place_in_arena
-
-    def forward_begins(self, inputs: Sequence[Any]) -> None:
-        """Pass on."""
-        self.inner.forward_begins(inputs)
-
-    def forward_ends(self, outputs: Sequence[Any]) -> None:
-        """Pass on."""
-        self.inner.forward_ends(outputs)
 
     def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the forward, in the arena if that is free."""

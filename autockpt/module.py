@@ -38,6 +38,7 @@ from autockpt.planning import (
     no_limit,
     options_of,
 )
+from autockpt.pool import InPool, Pool
 from autockpt.resident import distinct_bytes, missing_gradient_bytes
 from autockpt.several import Several
 from autockpt.split import Batch, Split, cut, shares
@@ -107,8 +108,8 @@ def optimize(
         inplace: whether an operation may be written over a tensor that dies there, where that is
             proved to change nothing.
         arena: whether the step's tensors have fixed places in one block of memory that is allocated
-            once, as far as their operators can write there; None is False. A model of several
-            graphs has none.
+            once, as far as their operators can write there; on CUDA the rest comes from a pool of
+            its own, reserved once. None is False. A model of several graphs has none.
         fullgraph: a model that does not capture as one graph is an error; else it runs as several
             graphs under the one budget, planned when a first step has shown them.
         plan: a plan, or the file of one, to use instead of searching.
@@ -210,6 +211,7 @@ class Handle:
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
         self._memory: Memory | None = None
+        self._pool: Pool | None = None
 
     # -------------------------------------------------------------- on and off the model
 
@@ -229,8 +231,9 @@ class Handle:
             graph.stop_watching()
         if self._several is not None:
             self._several.end()
-        if self._memory is not None:
-            self._memory.release()
+        for reserved in (self._memory, self._pool):
+            if reserved is not None:
+                reserved.release()
         self.take_off(self.model)
         self._forget()
 
@@ -644,11 +647,18 @@ class Handle:
         graph.saved = saved_placeholders(backward, captured)
         self.planner.graphs.append(graph)
         self._show(made.plan)
-        watch = Accumulating(graph, backward, captured, self._asks_to_add())
-        if lent is None:
-            return forward, backward, watch
-        lent.inner = watch
-        return forward, backward, lent
+        watch: _torch.Watch = Accumulating(graph, backward, captured, self._asks_to_add())
+        if lent is not None:
+            lent.inner, watch = watch, lent
+        return forward, backward, self._pooled(watch, made.plan)
+
+    def _pooled(self, watch: _torch.Watch, plan: Plan) -> _torch.Watch:
+        """With an arena, what lies beside it has a pool of its own, on devices that have pools."""
+        device = placement(self.model)
+        if not self.planner.options.arena or device.type != "cuda":
+            return watch
+        self._pool = self._pool or Pool(device)
+        return InPool(watch, self._pool, plan.peak_bytes - plan.problem.resident_bytes)
 
     def _asks_to_add(self) -> Callable[[], bool]:
         """Whether a step asks for gradients to be added in the graph: for compiled code, which

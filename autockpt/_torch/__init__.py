@@ -51,6 +51,7 @@ from autockpt._torch.generated import (
 from autockpt._torch.joint import (
     JointGraph,
     Watch,
+    WatchAround,
     saved_descriptors,
 )
 from autockpt._torch.modes import (
@@ -99,6 +100,7 @@ __all__ = [
     "OperatorMode",
     "StorageWeakRef",
     "Watch",
+    "WatchAround",
     "allocation_events",
     "at_backward_end",
     "autograd_refusal",

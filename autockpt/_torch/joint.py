@@ -15,7 +15,14 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 
-__all__ = ["JointGraph", "Partition", "Watch", "joint_graph", "saved_descriptors"]
+__all__ = [
+    "JointGraph",
+    "Partition",
+    "Watch",
+    "WatchAround",
+    "joint_graph",
+    "saved_descriptors",
+]
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,33 @@ class Watch:
     def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run the backward graph on saved tensors and tangents, and return the gradients."""
         return run(args)
+
+
+class WatchAround(Watch):
+    """A watch around another one, which is told everything as well.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Watch) -> None:
+        self.inner = inner
+
+    def forward_begins(self, inputs: Sequence[Any]) -> None:
+        """Pass on."""
+        self.inner.forward_begins(inputs)
+
+    def run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Pass on."""
+        return self.inner.run_forward(run, args)
+
+    def forward_ends(self, outputs: Sequence[Any]) -> None:
+        """Pass on."""
+        self.inner.forward_ends(outputs)
+
+    def run_backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Pass on."""
+        return self.inner.run_backward(run, args)
 
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule, Watch]]

@@ -94,8 +94,9 @@ def compile_forward(
     entry.__kwdefaults__ = autockpt_forward.__kwdefaults__
 
     backend = _Backend(partition)
-    compiled = torch.compile(entry, backend=backend.for_dynamo, fullgraph=True, dynamic=False)
-    return _patched(compiled, backend, counters=counters)
+    context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=True, dynamic=False)
+    context.callback = _Configured(context.callback, counters=counters)
+    return _held(context(entry), backend)
 
 
 def compile_pieces(
@@ -133,13 +134,9 @@ def compile_pieces(
     entry.__kwdefaults__ = own.__kwdefaults__
     backend = _Backend(partition)
     context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=False, dynamic=False)
-    context.callback = _OwnFrames(context.callback, entry.__code__, given_up, skipped)
-    compiled = context(entry)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled(model, *args, **kwargs)
-
-    return _patched(call, backend, limit=_RESUMED, numbers=numbers)
+    tracer = _Configured(context.callback, limit=_RESUMED, numbers=numbers)
+    context.callback = _OwnFrames(tracer, entry.__code__, given_up, skipped)
+    return _held(functools.partial(context(entry), model), backend)
 
 
 class _OwnFrames:
@@ -147,7 +144,7 @@ class _OwnFrames:
 
     def __init__(
         self,
-        inner: Callable[..., Any],
+        inner: _Configured,
         code: types.CodeType,
         given_up: set[str],
         skipped: Callable[[bool], None],
@@ -163,7 +160,7 @@ class _OwnFrames:
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
             with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
-                result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
+                result = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
             if resumed:
@@ -203,37 +200,52 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return hidden
 
 
-def _patched(
-    compiled: Callable[..., Any],
-    backend: _Backend,
-    limit: int | None = None,
-    counters: Collection[str] = (),
-    numbers: bool = True,
-) -> Callable[..., Any]:
-    """Return the callable as it is to be called; it keeps its backend alive."""
-    varying: Any = compiler_config
-    said_once = _said_once()
+def _held(compiled: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:
+    """Return the callable as one that keeps its backend alive."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Hooks that come and go after the capture are guarded on.
-        with (
-            dynamo_config.patch(
-                ignore_logging_functions=said_once,
-                skip_nnmodule_hook_guards=False,
-                # A gradient taken inside the forward is part of the graph.
-                trace_autograd_ops=True,
-                # NumPy's draws are NumPy's: traced, they would be torch's.
-                use_numpy_random_stream=True,
-                recompile_limit=limit or SIGNATURES,
-                capture_scalar_outputs=numbers,
-                allow_unspec_int_on_nn_module=bool(counters),
-            ),
-            varying.patch(dynamic_sources=",".join(sorted(counters))),
-        ):
-            return compiled(*args, **kwargs)
+        return compiled(*args, **kwargs)
 
     call.backend = backend  # type: ignore[attr-defined]
     return call
+
+
+class _Configured:
+    """Dynamo's callback for new frames, under the settings that our traces are made with.
+
+    They matter while a frame is traced; a forward that was traced before does without them.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        *,
+        limit: int = SIGNATURES,
+        counters: Collection[str] = (),
+        numbers: bool = True,
+    ) -> None:
+        self._torchdynamo_orig_backend = self.inner = inner
+        self.settings: dict[str, Any] = {
+            # Hooks that come and go after the capture are guarded on.
+            "skip_nnmodule_hook_guards": False,
+            # A gradient taken inside the forward is part of the graph.
+            "trace_autograd_ops": True,
+            # NumPy's draws are NumPy's: traced, they would be torch's.
+            "use_numpy_random_stream": True,
+            "recompile_limit": limit,
+            "capture_scalar_outputs": numbers,
+            "allow_unspec_int_on_nn_module": bool(counters),
+        }
+        self.varying = ",".join(sorted(counters))
+
+    def __call__(self, frame: Any, cache_entry: Any, state: Any) -> ConvertFrameReturn:
+        varying: Any = compiler_config
+        with (
+            dynamo_config.patch(ignore_logging_functions=_said_once(), **self.settings),
+            varying.patch(dynamic_sources=self.varying),
+        ):
+            result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
+        return result
 
 
 class _Backend:

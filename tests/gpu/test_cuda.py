@@ -136,3 +136,23 @@ def test_half_precision_trains_within_the_budget() -> None:
     result, _ = second_step(model, args)
     assert_same(result, expected, bitwise=False, rtol=1e-2)  # bfloat16 has 8 bits
     assert whole_peak(model, args) <= budget_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_an_arena_later_steps_reserve_nothing_more(name: str) -> None:
+    expected, expected_state, baseline, _ = reference(name)
+    model, args = example(name)
+    autockpt.optimize(model, int(1.1 * baseline.peak_bytes), time_limit=3, arena=True)
+    result, state = second_step(model, args)
+    assert_same(result, expected)
+    assert torch.equal(state, expected_state)
+    step = step_function(model, args)
+    step()
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved(CUDA)
+    for _ in range(3):
+        step()
+        between = [torch.empty(1 << 16, device=CUDA) for _ in range(8)]  # what would cut it up
+        del between
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved(CUDA) <= reserved + (1 << 21)
