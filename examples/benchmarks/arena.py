@@ -3,11 +3,14 @@
     python examples/benchmarks/arena.py --models gpt,resnet,unet,llama --rounds 15
     python examples/benchmarks/arena.py --plain-malloc
     python examples/benchmarks/arena.py --plain-malloc --varying arena
+    python examples/benchmarks/arena.py --inplace --models gpt,resnet,unet,vit
 
 With ``--plain-malloc`` the C library gives large blocks back to the kernel at each free, as it does
 unless told otherwise; without, it keeps them (``benchmarks.measure.ALLOCATOR_ENVIRONMENT``).
 ``--varying`` trains a GPT for 50 steps on batches of 2 to 8 and prints what the C library reserves
-for them, beside the largest number of bytes alive at once.
+for them, beside the largest number of bytes alive at once. ``--inplace`` prints each model's
+measured peak with and without operations in place, and with nothing of autockpt's, at no limit and
+at half of the activations.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import ctypes
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,11 +31,18 @@ from autockpt.arena import layout_of
 from benchmarks.measure import (
     MIB,
     ensure_allocator,
+    measure_peak,
     measure_times,
     pair_ratio,
+    resident_bytes,
+    step_clock,
     step_function,
 )
-from models import EXAMPLES
+from hf_models import HF_EXAMPLES
+from models import EXAMPLES as OWN
+from models import Example
+
+EXAMPLES: dict[str, Callable[..., Example]] = {**HF_EXAMPLES, **OWN}
 
 
 class _Mallinfo(ctypes.Structure):
@@ -51,7 +62,7 @@ def reserved_bytes() -> int:
 
 def varying(arena: bool) -> None:
     """Train on batches of changing size."""
-    model, _, _ = EXAMPLES["gpt"]("tiny")
+    model, _, _ = EXAMPLES["gpt"]("test")
     autockpt.optimize(model.train(), None, arena=arena)
     pick = random.Random(0)
     generator = torch.Generator().manual_seed(0)
@@ -75,16 +86,58 @@ def varying(arena: bool) -> None:
     )
 
 
+def whole_peak(name: str, size: str, budget: int | None, inplace: bool | None) -> int:
+    """The measured peak of a model's step; ``inplace`` None is the model as it is."""
+    model, args, kwargs = EXAMPLES[name](size)
+    model.train()
+    if inplace is not None:
+        autockpt.optimize(model, budget, inplace=inplace, time_limit=5)
+    step = step_function(model, args, kwargs)
+    for _ in range(3):
+        step()
+    return resident_bytes(model, (args, kwargs)) + measure_peak(step).delta_bytes
+
+
+def inplace(name: str, size: str) -> None:
+    """Peaks of a model's step with and without operations in place."""
+    model, args, kwargs = EXAMPLES[name](size)
+    plan = autockpt.plan(model.train(), args, None, example_kwargs=kwargs, inplace=False)
+    resident = plan.problem.resident_bytes
+    half = resident + (plan.baseline_peak_bytes - resident) // 2
+    eager = whole_peak(name, size, None, None)
+    on, off = (whole_peak(name, size, None, allowed) for allowed in (True, False))
+    costs = [
+        autockpt.plan(
+            model, args, half, example_kwargs=kwargs, inplace=allowed, time_limit=10
+        ).overhead
+        for allowed in (True, False)
+    ]
+    print(
+        f"{name:<9} no limit: eager {eager / MIB:.1f} MiB, out of place {off / MIB:.1f}, in place "
+        f"{on / MIB:.1f} ({on / off - 1:+.1%}); half the activations: {costs[1]:.2%} recomputed "
+        f"out of place, {costs[0]:.2%} in place",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt,resnet,unet,llama")
-    parser.add_argument("--size", choices=["tiny", "bench"], default="bench")
+    parser.add_argument("--size", choices=["test", "bench"], default="bench")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plain-malloc", action="store_true")
     parser.add_argument("--varying", choices=["arena", "allocator"])
+    parser.add_argument("--inplace", action="store_true")
+    parser.add_argument("--threads", type=int, help="1: in processor time, others may run")
     asked = parser.parse_args()
     if not asked.plain_malloc:
         ensure_allocator()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    if asked.inplace:
+        for name in asked.models.split(","):
+            inplace(name, asked.size)
+        return
     if asked.varying:
         varying(asked.varying == "arena")
         return
@@ -102,7 +155,7 @@ def main() -> None:
             if arena:
                 made = model.autockpt.planner.graphs[0].made
                 layout = layout_of(made.formulation, made.plan.schedule)
-        times = measure_times(steps, rounds=asked.rounds)
+        times = measure_times(steps, rounds=asked.rounds, clock=step_clock())
         ratio, spread = pair_ratio(times["arena"], times["allocator"])
         placed = layout.placement
         print(
