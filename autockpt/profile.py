@@ -106,8 +106,8 @@ def profile(
     with _torch.outside_tracing():
         for count, key in enumerate(missing):
             index = example[key]
-            # What runs in the backward is never chosen: its time only scales the report.
-            repeats = (5 if index < capture.barrier else 2) if timed else 0
+            # What runs in the backward is chosen with the size of the micro-batch alone.
+            repeats = (5 if index < capture.barrier else 3) if timed else 0
             found = _measure(capture.operations[index], key[2], device, repeats)
             (_known if timed else _sized)[key] = known[key] = found
             if progress is not None and (count + 1) % 10 == 0:
