@@ -776,6 +776,20 @@ def test_nothing_keeps_a_model_that_is_let_go_of() -> None:
     assert _get_current_dispatch_mode_stack() == []
 
 
+def test_nothing_keeps_the_graphs_of_a_model_that_is_let_go_of() -> None:
+    """Dynamo keeps what it compiles as long as what it was made from, which it keeps as well."""
+    model, x = mlp()
+    autockpt.optimize(model, None)
+    graphs = []
+    for _ in range(3):  # the first plan is a guess and may be written anew
+        model(x).backward()
+        graphs += [weakref.ref(graph.joint.module) for graph in model.autockpt.planner.graphs]
+    del model
+    gc.collect()  # takes the compiled code, which
+    gc.collect()  # had a hold on what is taken here
+    assert [ref() for ref in graphs] == [None] * len(graphs)
+
+
 class Counting(TorchDispatchMode):
     """Counts operators."""
 

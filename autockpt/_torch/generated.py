@@ -20,7 +20,6 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     codegen = _BoxedCodeGen()
     codegen._body_transformer = module.graph._codegen._body_transformer  # writes comments
     module.graph.set_codegen(codegen)
-    module.recompile()
     function = types.MethodType(_with_operators_at_hand(module), module)
 
     def call(args: list[Any]) -> Any:

@@ -22,6 +22,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.utils import CleanupManager, orig_code_map
 from torch._guards import TracingContext
 from torch.nn.modules import module as modules
 
@@ -95,8 +96,8 @@ def compile_forward(
 
     backend = _Backend(partition)
     context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=True, dynamic=False)
-    context.callback = _Configured(context.callback, counters=counters)
-    return _held(context(entry), backend)
+    context.callback = tracer = _Configured(context.callback, counters=counters)
+    return _held(context(entry), backend, tracer)
 
 
 def compile_pieces(
@@ -136,7 +137,7 @@ def compile_pieces(
     context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=False, dynamic=False)
     tracer = _Configured(context.callback, limit=_RESUMED, numbers=numbers)
     context.callback = _OwnFrames(tracer, entry.__code__, given_up, skipped)
-    return _held(functools.partial(context(entry), model), backend)
+    return _held(functools.partial(context(entry), model), backend, tracer)
 
 
 class _OwnFrames:
@@ -200,20 +201,41 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return hidden
 
 
-def _held(compiled: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:
-    """Return the callable as one that keeps its backend alive."""
+def _held(
+    compiled: Callable[..., Any], backend: _Backend, tracer: _Configured
+) -> Callable[..., Any]:
+    """Return the callable as one that keeps its backend alive, and nothing once it is dropped."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
 
     call.backend = backend  # type: ignore[attr-defined]
+    weakref.finalize(call, _drop, tracer.made).atexit = False
     return call
+
+
+def _drop(made: list[weakref.ref[types.CodeType]]) -> None:
+    """Let go of code that Dynamo has made.
+
+    Dynamo keeps what such code calls, our graphs, among the globals until the code is gone; it
+    maps it to the code it was made from, which holds on to it, and the graphs remember that one:
+    none of them would ever go.
+    """
+    for ref in made:
+        code = ref()
+        if code is not None:
+            orig_code_map._remove_id(id(code))
+            if code in CleanupManager.instance:
+                CleanupManager.instance._remove_id(id(code))
 
 
 class _Configured:
     """Dynamo's callback for new frames, under the settings that our traces are made with.
 
     They matter while a frame is traced; a forward that was traced before does without them.
+
+    Attributes:
+        made: the code it has made so far.
     """
 
     def __init__(
@@ -237,6 +259,7 @@ class _Configured:
             "allow_unspec_int_on_nn_module": bool(counters),
         }
         self.varying = ",".join(sorted(counters))
+        self.made: list[weakref.ref[types.CodeType]] = []
 
     def __call__(self, frame: Any, cache_entry: Any, state: Any) -> ConvertFrameReturn:
         varying: Any = compiler_config
@@ -245,6 +268,8 @@ class _Configured:
             varying.patch(dynamic_sources=self.varying),
         ):
             result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
+        if result.guarded_code is not None:
+            self.made.append(weakref.ref(result.guarded_code.code))
         return result
 
 
