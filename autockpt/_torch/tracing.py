@@ -276,20 +276,14 @@ class _Configured:
 class _Backend:
     """A Dynamo backend that runs ``partition``'s graphs.
 
-    Dynamo keeps every backend it has met; it gets :attr:`for_dynamo`, which keeps nothing alive.
+    Dynamo keeps every backend it has met, and AOTAutograd's graphs the function that divided them;
+    they get :attr:`for_dynamo` and another such, which keep nothing alive.
     """
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.watches: list[Watch] = []
-        here = weakref.ref(self)
-
-        def for_dynamo(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            there = here()
-            assert there is not None, "a callable is traced whose backend is gone"
-            return there.compile(module, inputs)
-
-        self.for_dynamo = for_dynamo
+        self.for_dynamo = _held_weakly(self.compile)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph that Dynamo has traced."""
@@ -309,7 +303,7 @@ class _Backend:
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=compiler,
                 bw_compiler=compiler,
-                partition_fn=self._partition_fn,
+                partition_fn=_held_weakly(self._partition_fn),
             )(module, inputs)
         return compiled
 
@@ -322,6 +316,18 @@ class _Backend:
         self.watches.append(watch)
         forward.meta["autockpt_outputs"] = num_fwd_outputs
         return forward, backward
+
+
+def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method, and does not keep its owner alive."""
+    here = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        there = here()
+        assert there is not None, "a callable is traced whose backend is gone"
+        return there(*args, **kwargs)
+
+    return call
 
 
 def _runnable(
