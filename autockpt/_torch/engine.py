@@ -92,10 +92,14 @@ def on_double_backward(node: Any, call: Callable[[], None]) -> None:
     def forbidden(gradients: Any) -> None:
         call()
 
-    def ran(inputs: Any, outputs: Any) -> None:
+    def ran(inputs: Any, outputs: Any) -> Any:
         made: set[Any] = {g.grad_fn for g in inputs if isinstance(g, torch.Tensor)}
         for inner in made - {None}:
             inner.register_prehook(forbidden)
+        # Torch 2.11 lets gradients go without a graph where nothing saved requires one.
+        if made == {None}:
+            return _Forbidden.apply(call, torch.ones((), requires_grad=True), *inputs)
+        return None
 
     here = weakref.ref(node)  # the hook lives on the node: no cycle
 
@@ -106,6 +110,20 @@ def on_double_backward(node: Any, call: Callable[[], None]) -> None:
             there.register_hook(ran)
 
     before_backward(node, begins)
+
+
+class _Forbidden(torch.autograd.Function):
+    """Hands gradients on as they are, and calls ``call`` where somebody differentiates them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], anchor: torch.Tensor, *values: Any) -> Any:
+        ctx.call = call
+        return tuple(v.view_as(v) if isinstance(v, torch.Tensor) else v for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.call()
+        raise AssertionError("a call for a forbidden backward raises")
 
 
 class _Farewell:
