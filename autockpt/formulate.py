@@ -76,6 +76,7 @@ class Around:
             backward; None where it is not known.
         in_case: names of forward nodes that are saved for a backward that starts from other
             outputs than the expected ones; this one does not read them.
+        beside_bytes: what other forwards of the model hold whose backward has not run either.
     """
 
     resident_bytes: int = 0
@@ -88,6 +89,7 @@ class Around:
     optimizer_bytes: int = 0
     tangents_held: tuple[bool, ...] | None = None
     in_case: tuple[str, ...] = ()
+    beside_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,9 @@ class _Builder:
             storages=tuple(self.storages),
             operations=tuple(self.operations),
             barrier=barrier,
-            resident_bytes=self.around.resident_bytes + self.gradient_bytes,
+            resident_bytes=self.around.resident_bytes
+            + self.around.beside_bytes
+            + self.gradient_bytes,
             live_at_barrier=at_barrier,
             live_at_end=at_end,
             name=self.name,

@@ -106,6 +106,7 @@ class Graph(_torch.Watch):
         unsure: whether the user may have let go of an output that the forward saves itself, which
             looks as if he held it.
         read: what the backward of the last forward reads of its inputs.
+        ran: whether its forward ran in the model's last one.
         found: after a watched step, what was found: the ``Around`` and the absent tangents.
     """
 
@@ -134,7 +135,7 @@ class Graph(_torch.Watch):
         self._tangents: list[_torch.StorageWeakRef | None] = []
         self._own: list[bool] = []
         self._sizes: list[int] = []
-        self._ran = False
+        self.ran = False
         self.read: Versions = []
         self._others: dict[frozenset[int], Callable[[list[Any]], Any]] = {}
 
@@ -181,9 +182,9 @@ class Graph(_torch.Watch):
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """Remember the user's outputs by weak references."""
+        self.ran = True
         if self.settled:
             return
-        self._ran = True
         user = outputs[: len(self.captured.outputs)]
         self._outputs = [
             _torch.StorageWeakRef(value.untyped_storage())
@@ -254,8 +255,9 @@ class Graph(_torch.Watch):
         backward it cannot be, since autograd puts the modes back when it returns.
 
         """
-        ran, self._ran = self._ran, False
-        if ran and not _torch.in_backward() and self._tracker is None and self.found is None:
+        if self.settled or not self.ran:
+            return
+        if not _torch.in_backward() and self._tracker is None and self.found is None:
             self._tracker = _torch.AllocationTracker(self.device.round_up)
             for ref, size in zip(self._outputs, self._sizes, strict=True):
                 if ref is not None:

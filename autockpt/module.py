@@ -28,6 +28,7 @@ from autockpt.capture import Capture, capture, read_joint, traced
 from autockpt.choose import Choice, add_time_s, choose
 from autockpt.device import device_of, placement
 from autockpt.eager_errors import raise_as_eager
+from autockpt.flights import memory_of
 from autockpt.graphs import Graph, Known, graph_key, saved_placeholders
 from autockpt.losses import Weight
 from autockpt.out_of_memory import OutOfMemory
@@ -263,6 +264,18 @@ class Handle:
         if _may_show(self.model, "plan"):
             self.model.__dict__["plan"] = plan
 
+    def _takes_off(self, graph: Graph, node: Any, inputs: Any, output: Any) -> None:
+        """Note that a forward stands open until its backward has run."""
+        device = self.planner.device
+        taken, made = (memory_of(_torch.tensors_anywhere(v), device) for v in (inputs, output))
+        self.planner.flights.begin(graph.key, node, taken, made)
+
+    def _show_again(self, plan: Plan) -> None:
+        """Show the plan of the graph that ran, where that of another one is shown."""
+        shown = self.plan
+        if shown is None or shown.problem is not plan.problem:
+            self._show(plan)
+
     def bytes_before(self) -> int:
         """What the plan says is there throughout, less its gradients that are not there now."""
         if self.plan is None:
@@ -270,10 +283,10 @@ class Handle:
         found = [g.around for g in self.planner.graphs if g.made.plan.problem is self.plan.problem]
         if self._several is not None:
             found = [self._several.recorded]
+        resident = self.plan.problem.resident_bytes - sum(g.beside_bytes for g in found[:1])
         if not any(around.gradients_exist or around.accumulates for around in found):
-            return self.plan.problem.resident_bytes
-        missing = missing_gradient_bytes(self.model, self.planner.device)
-        return self.plan.problem.resident_bytes - missing
+            return resident
+        return resident - missing_gradient_bytes(self.model, self.planner.device)
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the optimizer, which is for this model's parameters, nor the loss that goes with it.
@@ -343,7 +356,13 @@ class Handle:
             output = model._call_impl(*args, **kwargs)
             self.planner.warn("these inputs run without a plan, and without a budget: %s", failure)
             return output
-        for node in _torch.compiled_nodes(output):
+        nodes = _torch.compiled_nodes(output)
+        for graph in self.planner.graphs:
+            if graph.ran:
+                self._show_again(graph.made.plan)
+                if nodes:
+                    self._takes_off(graph, nodes[0], (args, kwargs), output)
+        for node in nodes:
             _torch.keep_missing_gradients(node)
             guard_backward(
                 model, node, [one for graph in self.planner.graphs for one in graph.read]
@@ -351,7 +370,7 @@ class Handle:
             for graph in self.planner.graphs:
                 graph.watch_loss(node)
         for graph in self.planner.graphs:
-            graph.read = []
+            graph.ran, graph.read = False, []
         return output
 
     def _awaits_shapes(self) -> bool:
@@ -407,12 +426,13 @@ class Handle:
 
     def _revise(self) -> None:
         """Put the plans right that a watched step has shown to be other than guessed."""
+        changed = False
         for graph, anew in self.planner.revisions():
-            if anew:
-                self._renew()
-                self.planner.graphs = []
-                return
+            changed = changed or anew
             self._show(graph.made.plan)
+        if changed:
+            self._renew()
+            self.planner.graphs = []
 
     def _may_divide(self) -> bool:
         """Whether a model that cannot be captured whole may run as several graphs."""

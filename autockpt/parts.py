@@ -7,7 +7,6 @@ its children are captured. A sequence of modules is halved until its pieces capt
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
@@ -101,10 +100,7 @@ class Part:
             while len(self.compiled) <= number:
                 self.compiled.append(self._compile(len(self.compiled)))
             try:
-                with warnings.catch_warnings():
-                    # Dynamo looks at the gradients of inputs, which here are no leaves.
-                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-                    output = traced(self.module, self.compiled[number], args, kwargs)
+                output = traced(self.module, self.compiled[number], args, kwargs)
             except CaptureError as error:
                 if number in self.ran:
                     break  # these inputs only

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from autockpt import _torch
 from autockpt.capture import Capture, capture, read_joint, training
 from autockpt.device import Device, device_of, placement
+from autockpt.flights import Flights
 from autockpt.formulate import Around
 from autockpt.given import OF_A_LARGER
 from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders, shape_free_key
@@ -35,6 +36,7 @@ from autockpt.planning import (
 from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
+from autockpt.together import Member, gradient_bytes, held_bytes, plan_together
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import InfeasibleBudget, PlanMismatch
 from autockpt_solvers.plan import Plan
@@ -42,6 +44,7 @@ from autockpt_solvers.plan import Plan
 __all__ = ["Planner"]
 
 _LOG = logging.getLogger("autockpt")
+Found = tuple[Graph, Around, frozenset[int]]  # what a watched step has shown of a graph
 
 
 class Planner:
@@ -58,6 +61,7 @@ class Planner:
         inputs: arguments of the forward that is planned or runs; None outside it.
         beside: what a step holds beside the model's inputs.
         accumulates: whether the coming backward adds to the gradients in its graph.
+        flights: forwards whose backward has not run.
         started: when the capture of the coming graph began, on time's ``perf_counter``.
     """
 
@@ -83,6 +87,8 @@ class Planner:
         """Forget every graph, and what was learned."""
         self.graphs: list[Graph] = []
         self.known: dict[str, Known] = {}
+        self.flights = Flights()
+        self._holds: dict[str, int] = {}  # by graph: what an open forward of it holds
         self._like: dict[str, dict[str, None]] = {}  # graphs that differ in their sizes alone
         # What a forward looks through each time: to walk the model takes longer than an operator.
         self._parameters: list[Mapping[str, nn.Parameter | None]] | None = None
@@ -229,6 +235,7 @@ class Planner:
         """Plan a captured step of which nothing is known but what one can guess."""
         around = self.around()
         most = guessed(captured, around, self.device.round_up)
+        most = replace(most, beside_bytes=self._held_now())
         try:
             return Known(most), self._make(captured, most)
         except InfeasibleBudget:
@@ -287,12 +294,21 @@ class Planner:
         Yields each graph of which a watched step has shown something, and whether its code must
         change. Where it must, what is known of it has been noted for its next capture.
         """
+        found = list(self._found())
+        if self.flights.news or any(graph.key in self.flights.seen for graph, _, _ in found):
+            yield from self._revised_together(found)
+            found = [one for one in found if one[0].key not in self.flights.seen]
+        for graph, around, absent in found:
+            graph.settled, graph.found = True, (around, absent)
+            yield graph, self._revised(graph, around, absent)
+
+    def _found(self) -> Iterator[Found]:
+        """What watched steps have shown that the plans do not know."""
         gradients_exist = self._has_gradients() and not self.accumulates
         for graph in self.graphs:
-            found = graph.found
-            if found is None:
+            if graph.found is None:
                 continue
-            around, absent = found
+            around, absent = graph.found
             if self.accumulates and not (around.accumulates or around.gradients_exist):
                 resident = max(around.resident_bytes, self.around().resident_bytes)
                 around = replace(around, accumulates=True, resident_bytes=resident)
@@ -305,8 +321,7 @@ class Planner:
                 )
             elif graph.settled:
                 continue
-            graph.settled, graph.found = True, (around, absent)
-            yield graph, self._revised(graph, around, absent)
+            yield graph, around, absent
 
     def _revised(self, graph: Graph, around: Around, absent: frozenset[int]) -> bool:
         """Make a graph's plan true to a watched step; return whether its code must change."""
@@ -331,6 +346,88 @@ class Planner:
             return False
         self.known[graph.key] = replace(graph.known_as(around, absent), plan=made.plan)
         return True
+
+    # -------------------------------------------------------------- several forwards at once
+
+    def _held(self) -> dict[str, int]:
+        """What an open forward of each graph holds."""
+        self._holds.update({graph.key: held_bytes(graph.made.plan) for graph in self.graphs})
+        return self._holds
+
+    def _held_now(self) -> int:
+        """What the forwards hold that are open now."""
+        keys = self.flights.open_keys()
+        held = self._held() if keys else {}
+        return sum(held.get(key, 0) for key in keys)
+
+    def _revised_together(self, found: Sequence[Found]) -> Iterator[tuple[Graph, bool]]:
+        """Plan the graphs again whose forwards were open beside others."""
+        self.flights.news = False
+        self.started = time.perf_counter()
+        shown = {graph.key: (around, absent) for graph, around, absent in found}
+        graphs = {graph.key: graph for graph in self.graphs if graph.key in self.flights.seen}
+        members = {key: self._member(graph, shown.get(key)) for key, graph in graphs.items()}
+        planned = self._planned_together(graphs, members, anew=any(key in shown for key in graphs))
+        for key, (around, made) in planned.items():
+            graph, absent = graphs[key], members[key].captured.absent
+            known = graph.known()
+            if key in shown:
+                graph.settled, graph.found = True, (around, absent)
+                known = graph.known_as(around, absent)
+            same = absent == graph.captured.absent
+            if same and made.plan.schedule == graph.made.plan.schedule:
+                graph.around, graph.made = around, made
+                yield graph, False
+            else:
+                self.known[key] = replace(known, around=around, absent=absent, plan=made.plan)
+                yield graph, True
+
+    def _member(self, graph: Graph, shown: tuple[Around, frozenset[int]] | None) -> Member:
+        captured, around = graph.captured, graph.around
+        if shown is not None:
+            around, absent = shown
+            if absent != captured.absent:
+                captured = read_joint(graph.joint, absent)
+                around = replace(around, in_case=())
+        gradients = gradient_bytes(captured, self.device.round_up)
+
+        def beside(held: Mapping[str, int]) -> int:
+            return self.flights.bytes_beside(graph.key, held, gradients)
+
+        return Member(captured, replace(around, beside_bytes=0), beside)
+
+    def _planned_together(
+        self, graphs: Mapping[str, Graph], members: Mapping[str, Member], *, anew: bool
+    ) -> dict[str, tuple[Around, Made]]:
+        """Plan them as they are planned already, where that is the user's word or still right."""
+        held = dict(self._held())
+        arounds = {
+            key: replace(member.around, beside_bytes=member.beside(held))
+            for key, member in members.items()
+        }
+        if self.options.given is not None or not anew:
+            same = {
+                key: self._unchanged(members[key].captured, around, graphs[key].made.plan)
+                for key, around in arounds.items()
+            }
+            kept = {key: (arounds[key], made) for key, made in same.items() if made is not None}
+            fit = all(self._within_budget(made.plan) for _, made in kept.values())
+            if self.options.given is not None or (fit and len(kept) == len(members)):
+                return kept
+
+        def make(captured: Capture, around: Around, bounded: bool) -> Made:
+            options = self.options if bounded else no_limit(self.options)
+            limit_s = options.time_limit_s / 4  # many are solved
+            return self._make(captured, around, replace(options, time_limit_s=limit_s))
+
+        elsewhere = {key: size for key, size in held.items() if key not in members}
+        planned = plan_together(members, elsewhere, make, self.budget_bytes)
+        highest = max((made.plan.peak_bytes for _, made in planned.values()), default=0)
+        if self.budget_bytes is not None and highest > self.budget_bytes:
+            self._warn_of_the_smallest(self.budget_bytes, highest)
+        return planned
+
+    # -------------------------------------------------------------- with what is known
 
     def _unchanged(self, captured: Capture, around: Around, plan: Plan) -> Made | None:
         """The plan's schedule on the step as it is known now; None where it is not possible."""
@@ -368,14 +465,17 @@ class Planner:
         try:
             return self._make(captured, around)
         except InfeasibleBudget as error:
-            self.warn(
-                "the budget of %s bytes cannot be kept: with what the training loop allocates "
-                "around the model (its loss, gradients kept from before) a step needs at least "
-                "%s bytes. It runs with that peak.",
-                f"{error.budget_bytes:,}",
-                f"{error.minimum_bytes:,}",
-            )
+            self._warn_of_the_smallest(error.budget_bytes, error.minimum_bytes)
             return self._smallest(captured, around)
+
+    def _warn_of_the_smallest(self, budget_bytes: int, needed_bytes: int) -> None:
+        self.warn(
+            "the budget of %s bytes cannot be kept: with what the training loop allocates "
+            "around the model (its loss, gradients kept from before, other forwards before the "
+            "backward) a step needs at least %s bytes. It runs with that peak.",
+            f"{budget_bytes:,}",
+            f"{needed_bytes:,}",
+        )
 
     def _smallest(self, captured: Capture, around: Around) -> Made:
         """The plan with the smallest peak there is."""

@@ -53,6 +53,8 @@ ORDER = [
     "given",
     "solved_before",
     "planning",
+    "flights",
+    "together",
     "backwards",
     "graphs",
     "eager_errors",

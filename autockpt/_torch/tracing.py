@@ -184,6 +184,8 @@ def _recurrent_layers_end_graphs() -> Iterator[None]:
     try:
         with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            # It looks at the gradients of inputs, which may be no leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             yield
     finally:
         refused().difference_update(added)

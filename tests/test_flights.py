@@ -1,0 +1,149 @@
+"""Flights: several forwards of one model before the backward keep the budget together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autockpt
+from autockpt.flights import Beside, Flights
+from oracle import measure_peak, resident_bytes
+from tiny_models import MLP, seeded
+
+Loss = Callable[[nn.Module], Tensor]
+ROWS, DIM = 512, 32
+X, Y, SHORT = (torch.randn(n, DIM, generator=torch.manual_seed(1)) for n in (ROWS, ROWS, 256))
+
+
+def views(model: nn.Module) -> Tensor:
+    one, other = functional.normalize(model(X)), functional.normalize(model(Y))
+    return functional.mse_loss(one, other)
+
+
+def sizes(model: nn.Module) -> Tensor:
+    large, small = model(X), model(SHORT)
+    return large.square().mean() + small.sin().mean()
+
+
+def loop(model: nn.Module) -> Tensor:
+    hidden = X
+    for _ in range(3):
+        hidden = model(hidden)
+    return hidden.square().mean()
+
+
+LOOPS: dict[str, tuple[Loss, tuple[Tensor, ...]]] = {
+    "two views": (views, (X, Y)),
+    "two sizes": (sizes, (X, SHORT)),
+    "a loop": (loop, (X,)),
+}
+
+
+def build() -> nn.Module:
+    return seeded(lambda: MLP(DIM, layers=5, dropout=0.1))
+
+
+def peak(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...]) -> int:
+    """The peak of a step's whole memory."""
+    model.zero_grad()
+    there = resident_bytes(model, inputs)
+    return there + measure_peak(lambda: loss(model).backward()).delta_bytes
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is warned of."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("autockpt")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_they_keep_the_budget_together(name: str, said: list[str]) -> None:
+    loss, inputs = LOOPS[name]
+    plain = build()
+    resident = resident_bytes(plain, inputs)
+    budget = resident + (peak(plain, loss, inputs) - resident) * 60 // 100
+    model = autockpt.optimize(build(), budget, time_limit=1)
+    for _ in range(3):
+        loss(model).backward()
+        model.zero_grad()
+    assert peak(model, loss, inputs) <= budget
+    captures = model.plan.origin["captures"]
+    for one in (model, plain):
+        one.zero_grad()
+        torch.manual_seed(3)
+        loss(one).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert model.plan.origin["captures"] == captures
+    assert not said
+
+
+@pytest.mark.parametrize("share", [None, 60])
+def test_what_they_take_together_is_predicted(share: int | None) -> None:
+    resident = resident_bytes(build(), (X, Y))
+    budget = None
+    if share is not None:
+        budget = resident + (peak(build(), views, (X, Y)) - resident) * share // 100
+    model = autockpt.optimize(build(), budget, time_limit=1)
+    for _ in range(3):
+        views(model).backward()
+        model.zero_grad()
+    assert peak(model, views, (X, Y)) == pytest.approx(model.plan.peak_bytes, rel=0.01)
+
+
+def test_what_cannot_be_kept_together_runs_with_the_lowest_peak(said: list[str]) -> None:
+    with pytest.raises(autockpt.InfeasibleBudget) as error:
+        autockpt.optimize(build(), 1, example_inputs=(X,))
+    model = autockpt.optimize(build(), error.value.minimum_bytes + 3 * X.nbytes, time_limit=1)
+    for _ in range(3):
+        views(model).backward()
+        model.zero_grad()
+    assert peak(model, views, (X, Y)) < peak(build(), views, (X, Y))
+    (warning,) = said
+    assert "cannot be kept" in warning
+
+
+def test_the_plan_that_is_shown_is_that_of_the_last_forward() -> None:
+    model = autockpt.optimize(build(), None)
+    peaks = []
+    for x in (X, SHORT, X, SHORT):
+        model(x).square().mean().backward()
+        model.zero_grad()
+        peaks.append(model.plan.baseline_peak_bytes)
+    assert peaks[2] > peaks[3]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_only_what_a_backward_has_followed_is_planned_for() -> None:
+    flights = Flights()
+    held = [Twice.apply(torch.ones((), requires_grad=True)) for _ in range(3)]
+    for number in range(3):
+        flights.begin("graph", held[number].grad_fn, {}, {})
+    assert flights.open_keys() == ("graph",) * 3
+    assert not flights.news
+    held.pop().backward()
+    assert flights.news
+    assert flights.seen == {"graph": [Beside(("graph", "graph"))]}
+    held.clear()
+    assert flights.open_keys() == ()
