@@ -42,6 +42,8 @@ class Part:
         path: its path in the model.
         mode: how it runs.
         reason: why it does not run as one graph.
+        called: whether it has run in a training forward.
+        passed_by: whether it has not where it could have: its children may be called past it.
         owner: knows whether the model is in a training forward, plans the graphs, and has the
             parts of other modules.
     """
@@ -52,6 +54,7 @@ class Part:
         self.path = path
         self.reason = reason
         self.calls = 0
+        self.called = self.passed_by = False
         self.compiled: list[Callable[..., Any]] = []
         self._again = False  # whether they are to be made again
         self.ran: set[int] = set()
@@ -63,6 +66,11 @@ class Part:
             self.mode = Mode.PLAIN
         elif reason:
             self._divide(reason)
+
+    @property
+    def is_to_change(self) -> bool:
+        """Whether its graphs are to be made in another way at its next call."""
+        return self._again
 
     def attach(self) -> None:
         """Set this part behind the module's call."""
@@ -93,6 +101,7 @@ class Part:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it in a training forward."""
+        self.called = True
         number, self.calls = self.calls, self.calls + 1
         if self.compiled and self._again:
             self.forget()

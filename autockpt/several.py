@@ -8,9 +8,11 @@ the graphs; they are compiled again where theirs has changed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from torch import fx, nn
 
 from autockpt import _torch
+from autockpt.accumulate import is_leaf
 from autockpt.capture import Capture, read_joint
 from autockpt.device import Device
 from autockpt.formulate import Around, Formulation
@@ -28,9 +31,11 @@ from autockpt.parts import Mode, Part, own_children
 from autockpt.planning import Made, Options, budget_of, formulated, origin_of, solved
 from autockpt.profile import profile
 from autockpt.record import Kind, Record, Recorder
-from autockpt.resident import missing_gradient_bytes
+from autockpt.resident import distinct_bytes, missing_gradient_bytes
 from autockpt.rewrite import rewrite
+from autockpt.tangents import tensors
 from autockpt.unforeseen import lacking
+from autockpt_solvers.errors import InfeasibleBudget
 from autockpt_solvers.memory import simulate
 from autockpt_solvers.minimum import minimum
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
@@ -106,6 +111,7 @@ class Several:
         self._seen: set[tuple[bool, tuple[Key, ...]]] = set()
         self._running: list[Key] = []
         self._weights: dict[Key, _Weight] = {}
+        self._reads: dict[Key, int] = {}  # bytes of what a graph's backward reads of its inputs
         self.recorded = Around()  # what is there during the step that is recorded
         self._capture_s = 0.0
         self.recorder: Recorder | None = None
@@ -174,6 +180,9 @@ class Several:
         piece = _Piece(self, key, part, joint, captured, made)
         piece.saved = saved_placeholders(backward, captured)
         self._weights[key] = _Weight.of(problem, schedule)
+        saved = {placeholder.name for placeholder in piece.saved}
+        read = [p for p in joint.primals if p.name in saved and not is_leaf(p)]
+        self._reads[key] = distinct_bytes((t for p in read for t in tensors(p)), self.device)
         self.captures += 1
         self._capture_s = time.perf_counter() - started
         return forward, backward, piece
@@ -235,6 +244,8 @@ class Several:
             output = self._root.run(args, kwargs)
         finally:
             self.inside = False
+        if self._reach_past() or any(part.is_to_change for part in self._all_parts()):
+            self._stop_recording()  # the coming steps will have other graphs
         if self.captures > captures and self._discarded < _DISCARDED:
             # Tracing holds on to tensors that a step without it lets go of.
             self._discarded += 1
@@ -248,6 +259,23 @@ class Several:
             if nodes:
                 _torch.when_released(nodes[-1], self._stop_recording)
         return output
+
+    def _reach_past(self) -> bool:
+        """Make parts of the children of modules that are not called themselves, if there are any.
+
+        A model that runs plainly may loop over its encoder's layers, past the encoder.
+        """
+        reached = False
+        for part in self._all_parts():
+            if part.mode is not Mode.PLAIN and not part.passed_by:
+                continue
+            for _, child in own_children(part.module, part.path):
+                inner = self.parts.get(child)
+                if inner is not None and not (inner.called or inner.passed_by):
+                    inner.passed_by = True
+                    self.adopt(inner)
+                    reached = True
+        return reached
 
     def unoptimised(self) -> str:
         """Return what runs plainly, or in pieces, and why: a line for each part of the model."""
@@ -273,11 +301,15 @@ class Several:
         """Whether the coming step is to be recorded: the last one was of an order not seen yet.
 
         One that adds to gradients of an earlier backward needs more than one that makes them, so
-        that a plan for it holds for both.
+        that a plan for it holds for both; and one with graphs left out needs no more.
         """
-        last = tuple(self._running)
+        last = Counter(self._running)
         piles_up = any(p.grad is not None for p in self.model.parameters())
-        known = (True, last) in self._seen or (piles_up, last) in self._seen
+        known = any(
+            more >= piles_up and last <= Counter(keys)
+            for more, keys in self._seen
+            if last or not keys
+        )
         return len(self._seen) < _SEQUENCES and not known
 
     def _stop_recording(self) -> None:
@@ -314,12 +346,12 @@ class Several:
             optimizer_bytes=around.optimizer_bytes,
             name=type(self.model).__name__,
         )
-        plan = self._planned(joined)
+        plan = self._planned(joined, self._missing_bytes(record))
         if self.plan is None:
             _LOG.warning(
-                "%s runs as %d graphs under one budget. Not optimised: %s",
+                "%s runs as %s under one budget. Not optimised: %s",
                 type(self.model).__name__,
-                len(members),
+                "1 graph" if len(members) == 1 else f"{len(members)} graphs",
                 plan.origin["unoptimised"],
             )
         self.plan = plan
@@ -329,7 +361,7 @@ class Several:
         stale: set[Part | None] = set()
         for number, (piece, member) in enumerate(zip(record.sequence, members, strict=True)):
             schedule = joined.own(plan.schedule, number, member.formulation)
-            decided = _Decided(member.formulation.capture.absent, schedule)
+            decided = self._with_less(piece.key_in_step, member.formulation, schedule)
             self._decided[piece.key_in_step] = decided
             if (piece.captured.absent, piece.made.plan.schedule) != (
                 decided.absent,
@@ -339,6 +371,16 @@ class Several:
         for part in stale:
             if part is not None:
                 part.forget()
+
+    def _with_less(self, key: Key, formulation: Formulation, schedule: Schedule) -> _Decided:
+        """Return what is decided about a graph: it may run in other orders, some with less room."""
+        absent, problem = formulation.capture.absent, formulation.problem
+        before = self._decided.get(key)
+        if before is not None and before.schedule is not None and before.absent == absent:
+            schedule = min(
+                (schedule, before.schedule), key=lambda one: _Weight.of(problem, one).kept_bytes
+            )
+        return _Decided(absent, schedule)
 
     def _member(self, piece: _Piece, absent: frozenset[int] | None) -> Member:
         if absent is None or absent == piece.captured.absent:
@@ -353,19 +395,34 @@ class Several:
         figures, around = profile(captured, self.device), Around(in_case=in_case)
         return formulated(captured, figures, around, self.options, self.device, name)
 
-    def _planned(self, joined: Joined) -> Plan:
+    def _missing_bytes(self, record: Record) -> int:
+        """Return what parts of the model hold that run in other steps, and may run beside these."""
+        here = {piece.key_in_step[:2] for piece in record.sequence}
+        held: dict[tuple[str, int], int] = {}
+        for key, weight in self._weights.items():
+            if key[:2] not in here:
+                own = weight.kept_bytes + weight.gradient_bytes + self._reads[key]
+                held[key[:2]] = max(own, held.get(key[:2], 0))
+        return sum(held.values())
+
+    def _planned(self, joined: Joined, missing_bytes: int) -> Plan:
+        """Return a plan of the step that leaves room for what it lacks, where there is some."""
         budget_bytes = budget_of(self.options, self.device)
-        plan = solved(
-            joined.problem,
-            self.options,
-            budget_bytes,
-            {"capture": self._capture_s},
-            {
-                **origin_of(type(self.model).__name__, self.device.name),
-                "graphs": str(len(joined.places)),
-                "unoptimised": self.unoptimised(),
-            },
-        )
+        stages = {"capture": self._capture_s}
+        origin = {
+            **origin_of(type(self.model).__name__, self.device.name),
+            "graphs": str(len(joined.places)),
+            "unoptimised": self.unoptimised(),
+        }
+        plan = None
+        if budget_bytes is not None and missing_bytes:
+            with contextlib.suppress(InfeasibleBudget):
+                left = max(1, budget_bytes - missing_bytes)
+                plan = solved(joined.problem, self.options, left, stages, origin)
+                # What was proved was proved for less room.
+                plan = replace(plan, budget_bytes=budget_bytes, lower_bound_s=0.0)
+        if plan is None:
+            plan = solved(joined.problem, self.options, budget_bytes, stages, origin)
         return replace(plan, schedule=joined.orderly(plan.schedule))
 
 

@@ -8,8 +8,11 @@ import pytest
 from autockpt_solvers import (
     METHODS,
     InfeasibleBudget,
+    Operation,
     Outcome,
+    Problem,
     SolverError,
+    Storage,
     lower_bound,
     minimum,
     simulate,
@@ -96,6 +99,22 @@ def test_infeasible_budget_whatever_the_method():
     for method in ("auto", *METHODS):
         with pytest.raises(InfeasibleBudget):
             solve(problem, 1, method=method)
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_where_nothing_may_run_again_the_one_schedule_is_the_minimum(method):
+    # A step that is all forward, as one that only runs plainly is recorded.
+    problem = Problem(
+        storages=tuple(Storage(f"made {i}", 8) for i in range(20)),
+        operations=tuple(Operation(f"make {i}", (), (i,), 1, outside=True) for i in range(20)),
+        barrier=20,
+        live_at_barrier=frozenset(range(20)),
+        live_at_end=frozenset(),
+    )
+    with pytest.raises(InfeasibleBudget) as error:
+        solve(problem, 159, method=method)
+    assert error.value.minimum_bytes == 160
+    assert solve(problem, 160, method=method).peak_bytes == 160
 
 
 def test_what_was_not_found_in_time_is_not_called_infeasible():

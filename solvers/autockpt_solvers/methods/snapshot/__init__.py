@@ -134,6 +134,9 @@ class Snapshots:
             brief: improve only the best start, without kicks, and be content with a larger gap.
             say: called with a line of text now and then.
         """
+        if not self.problem.backward:
+            best.accept([], "snapshot")  # the one order of a step that is all forward
+            return
         started = time.perf_counter()
         enough = BRIEF if brief else ENOUGH if self.problem.barrier <= SMALL else CLOSE
         self._enough_ns = enough * self.problem.baseline_cost_ns
