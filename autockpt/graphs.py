@@ -27,7 +27,15 @@ from autockpt.tangents import tensors
 from autockpt.unforeseen import unforeseen_backward
 from autockpt_solvers.plan import Plan
 
-__all__ = ["Graph", "Known", "graph_key", "guessed", "saved_placeholders", "shape_free_key"]
+__all__ = [
+    "Graph",
+    "Known",
+    "graph_key",
+    "guessed",
+    "letting_go",
+    "saved_placeholders",
+    "shape_free_key",
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,20 @@ def guessed(captured: Capture, around: Around, round_up: Callable[[int], int]) -
             outside += value.untyped_storage().nbytes()
     numbers = 2 * round_up(4)
     return replace(around, loss_bytes=3 * outside + numbers, loss_held_bytes=outside + numbers)
+
+
+def letting_go(captured: Capture) -> tuple[bool, ...]:
+    """Return for each forward output whether a user may let go of it before the backward begins.
+
+    Not of a number: that is the loss, or stands for one.
+    """
+    numbers = {
+        storage
+        for value in captured.joint.forward_outputs
+        if isinstance(value, fx.Node) and all(t.numel() == 1 for t in tensors(value))
+        for storage in captured.lives_in[value]
+    }
+    return tuple(not numbers & set(own) for own in captured.outputs)
 
 
 def saved_placeholders(backward: fx.GraphModule, captured: Capture) -> tuple[fx.Node, ...]:

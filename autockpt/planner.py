@@ -23,7 +23,15 @@ from autockpt.device import Device, device_of, placement
 from autockpt.flights import Flights
 from autockpt.formulate import Around
 from autockpt.given import OF_A_LARGER
-from autockpt.graphs import Graph, Known, graph_key, guessed, saved_placeholders, shape_free_key
+from autockpt.graphs import (
+    Graph,
+    Known,
+    graph_key,
+    guessed,
+    letting_go,
+    saved_placeholders,
+    shape_free_key,
+)
 from autockpt.planning import (
     Made,
     Options,
@@ -33,7 +41,13 @@ from autockpt.planning import (
     no_limit,
     smallest,
 )
-from autockpt.resident import OptimizerMemory, distinct_bytes, optimizer_memory, resident_bytes
+from autockpt.resident import (
+    OptimizerMemory,
+    distinct_bytes,
+    gradient_of,
+    optimizer_memory,
+    resident_bytes,
+)
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
 from autockpt.together import Member, gradient_bytes, held_bytes, plan_together
@@ -135,7 +149,7 @@ class Planner:
         if self._parameters is None:
             self._parameters = [module._parameters for module in self.model.modules()]
         return any(
-            parameter is not None and parameter.grad is not None
+            parameter is not None and gradient_of(parameter) is not None
             for own in self._parameters
             for parameter in own.values()
         )
@@ -239,12 +253,13 @@ class Planner:
         try:
             return Known(most), self._make(captured, most)
         except InfeasibleBudget:
-            if not self._within_budget(self._smallest(captured, around).plan):
+            least = replace(around, gone=letting_go(captured), released=letting_go(captured))
+            if not self._within_budget(self._smallest(captured, least).plan):
                 if not self.graphs:
                     raise
                 return Known(most), self._settled(captured, most)
-        # It may fit, depending on what the user's loss allocates. The first step shows it; until
-        # then the smallest peak there is.
+        # It may fit, depending on what the user's loss allocates and which outputs are held. The
+        # first step shows it; until then the smallest peak there is.
         return Known(most), self._smallest(captured, most)
 
     def _make(self, captured: Capture, around: Around, options: Options | None = None) -> Made:
@@ -314,8 +329,8 @@ class Planner:
                 around = replace(around, accumulates=True, resident_bytes=resident)
             elif gradients_exist and not around.gradients_exist:
                 # The loop accumulates: they count among what is there all the time.
-                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-                there = distinct_bytes(gradients, self.device)
+                gradients = map(gradient_of, self.model.parameters())
+                there = distinct_bytes((g for g in gradients if g is not None), self.device)
                 around = replace(
                     around, gradients_exist=True, resident_bytes=around.resident_bytes + there
                 )
@@ -480,7 +495,7 @@ class Planner:
     def _smallest(self, captured: Capture, around: Around) -> Made:
         """The plan with the smallest peak there is."""
         made = self._make(captured, around, no_limit(self.options))
-        return smallest(made, self.budget_bytes)
+        return smallest(made, self.budget_bytes, self.options.time_limit_s)
 
     def _within_budget(self, plan: Plan) -> bool:
         budget_bytes = self.budget_bytes

@@ -278,9 +278,9 @@ def no_limit(options: Options) -> Options:
     return replace(options, budget=None, solver="auto", given=None)
 
 
-def smallest(made: Made, budget_bytes: int | None) -> Made:
+def smallest(made: Made, budget_bytes: int | None, time_limit_s: float) -> Made:
     """Return the plan with the smallest peak for the same step."""
-    found = minimum(made.formulation.problem)
+    found = minimum(made.formulation.problem, time_limit_s=time_limit_s)
     plan = replace(
         made.plan,
         schedule=found.schedule,

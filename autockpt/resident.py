@@ -19,6 +19,7 @@ from autockpt.roofline import Modelled
 __all__ = [
     "OptimizerMemory",
     "distinct_bytes",
+    "gradient_of",
     "missing_gradient_bytes",
     "optimizer_memory",
     "resident_bytes",
@@ -35,13 +36,22 @@ def resident_bytes(
     """
     found = [*model.parameters(), *model.buffers(), *_torch.tensors_anywhere(inputs)]
     if gradients:
-        found += [p.grad for p in model.parameters() if p.grad is not None]
+        found += [g for p in model.parameters() if (g := gradient_of(p)) is not None]
     return distinct_bytes(found, device)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter's gradient; None where it can have none.
+
+    ``functional_call`` puts tensors in the places of parameters that are no leaves, and torch warns
+    of who asks those.
+    """
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 
 
 def missing_gradient_bytes(model: nn.Module, device: Device | Modelled) -> int:
     """Return the bytes of the gradients that a whole backward makes and that are not there yet."""
-    found = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+    found = [p for p in model.parameters() if p.requires_grad and gradient_of(p) is None]
     return distinct_bytes(found, device)
 
 

@@ -31,7 +31,7 @@ from autockpt.parts import Mode, Part, own_children
 from autockpt.planning import Made, Options, budget_of, formulated, origin_of, solved
 from autockpt.profile import profile
 from autockpt.record import Kind, Record, Recorder
-from autockpt.resident import distinct_bytes, missing_gradient_bytes
+from autockpt.resident import distinct_bytes, gradient_of, missing_gradient_bytes
 from autockpt.rewrite import rewrite
 from autockpt.tangents import tensors
 from autockpt.unforeseen import lacking
@@ -304,7 +304,7 @@ class Several:
         that a plan for it holds for both; and one with graphs left out needs no more.
         """
         last = Counter(self._running)
-        piles_up = any(p.grad is not None for p in self.model.parameters())
+        piles_up = any(gradient_of(p) is not None for p in self.model.parameters())
         known = any(
             more >= piles_up and last <= Counter(keys)
             for more, keys in self._seen

@@ -372,6 +372,31 @@ def test_a_backward_may_run_twice() -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
+def test_weights_that_are_no_leaves_are_not_asked_for_gradients() -> None:
+    model, x = optimised()
+    for _ in range(2):
+        weights = {name: p * 0.5 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, weights, (x,)).sum().backward()  # warnings are errors
+
+
+def test_a_budget_that_holds_once_outputs_are_let_go_of_is_not_refused() -> None:
+    def build() -> nn.Module:
+        layers = nn.Linear(32, 128), nn.ReLU(), nn.BatchNorm1d(128), nn.Linear(128, 16)
+        return nn.Sequential(*layers)
+
+    x = torch.randn(256, 32)
+    free = autockpt.optimize(build(), None)
+    for _ in range(3):
+        free(x).square().mean().backward()
+        free.zero_grad()
+    budget = free.plan.peak_bytes
+    model = autockpt.optimize(build(), budget)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    assert model.plan.peak_bytes <= budget
+
+
 def test_two_forwards_before_two_backwards() -> None:
     plain, x = built()
     model, _ = optimised()

@@ -160,7 +160,7 @@ class _OwnFrames:
         resumed = code.co_name.startswith("torch_dynamo_resume_in")
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
-            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
+            with contextlib.suppress(Exception), _quiet(), _recurrent_layers_end_graphs():
                 result = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
@@ -172,6 +172,19 @@ class _OwnFrames:
             frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
             apply_to_code=False,
         )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the tracer from advice to those who compile: that a graph ends is told otherwise."""
+    log = logging.getLogger("torch._dynamo")
+    level = log.level
+    if level in (logging.NOTSET, logging.WARNING):
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextlib.contextmanager
