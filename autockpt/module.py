@@ -314,7 +314,7 @@ class Handle:
         """Run the model's forward: under its plan where it trains, plainly elsewhere."""
         model = self.model
         plain = not (model.training and torch.is_grad_enabled())
-        if not plain and torch.compiler.is_compiling():
+        if not plain and _torch.is_traced():
             plain = _traced_by_others(type(model).__name__)
         if plain or _torch.runs_elsewhere() or self._awaits_shapes():
             return model._call_impl(*args, **kwargs)

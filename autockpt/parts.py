@@ -94,7 +94,7 @@ class Part:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, under its graphs where the model trains."""
-        plain = torch.compiler.is_compiling() or not self.owner.inside
+        plain = _torch.is_traced() or not self.owner.inside
         if plain or not torch.is_grad_enabled():
             return self.module._call_impl(*args, **kwargs)
         return self.run(args, kwargs)

@@ -30,6 +30,8 @@ from autockpt_solvers.schedule import BARRIER, Compute, Schedule, Step, free_ear
 
 __all__ = ["backward_needs", "rewrite", "rewrite_backward"]
 
+aten = torch.ops.aten
+
 
 def rewrite(
     formulation: Formulation, schedule: Schedule, also_save: Sequence[str] = ()
@@ -359,10 +361,24 @@ class _Writer:
         args = fx.node.map_arg(node.args, self.value)
         kwargs = fx.node.map_arg(node.kwargs, self.value)
         name = _name(node, 0 if known is None else max(version, default=1))
-        view = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
+        target: Any = node.target
+        if target is aten.view.default and self._may_lie_otherwise(node):
+            target = aten.reshape.default  # a view where that is possible, else a copy
+        view = self.graph.create_node("call_function", target, args, kwargs, name=name)
         view.meta = dict(node.meta)
         self.viewed[node] = (view, version)
         return view
+
+    def _may_lie_otherwise(self, node: fx.Node) -> bool:
+        """Whether memory that a view looks at may be laid out in another way than in the trace.
+
+        A kernel may make a dense result where the trace foresees its input's permuted layout, as
+        that of batch-norm's backward does.
+        """
+        while self._looks_at_memory(node):
+            node = node.all_input_nodes[0]
+        traced = tensors(node) if node.op == "call_function" else ()
+        return any(not t.is_contiguous() for t in traced)
 
     def output(self, values: list[Any], descriptors: list[Any]) -> fx.GraphModule:
         """Close the graph and return it as a module."""

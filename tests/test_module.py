@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -377,6 +378,48 @@ def test_weights_that_are_no_leaves_are_not_asked_for_gradients() -> None:
     for _ in range(2):
         weights = {name: p * 0.5 for name, p in model.named_parameters()}
         torch.func.functional_call(model, weights, (x,)).sum().backward()  # warnings are errors
+
+
+class Transposed(nn.Module):
+    """Of linear layers' results, transposed, a kernel's backward makes dense gradients."""
+
+    def __init__(self, kernel: nn.Module) -> None:
+        super().__init__()
+        self.first, self.kernel, self.last = nn.Linear(16, 16), kernel, nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.kernel(self.first(x).sin().transpose(1, 2)).transpose(1, 2)
+        return self.last(h.cos()).square().mean()
+
+
+@pytest.mark.parametrize("kernel", [lambda: nn.BatchNorm1d(16), nn.RReLU])
+def test_a_kernel_may_lay_its_result_out_otherwise_than_traced(
+    kernel: Callable[[], nn.Module],
+) -> None:
+    plain = seeded(lambda: Transposed(kernel()))
+    x = torch.randn(4, 32, 16)
+    expected = run_step(plain, (x,))
+    with pytest.raises(InfeasibleBudget) as error:
+        autockpt.optimize(seeded(lambda: Transposed(kernel())), 1, example_inputs=(x,))
+    for budget in (None, error.value.minimum_bytes):
+        model = autockpt.optimize(seeded(lambda: Transposed(kernel())), budget, time_limit=1)
+        assert_same(run_step(model, (x,)), expected, bitwise=False)
+
+
+def test_a_forward_while_another_thread_compiles_has_its_plan() -> None:
+    model, x = optimised()
+    for _ in range(3):  # until no step is watched any more
+        model(x).sum().backward()
+    outputs: list[Tensor] = []
+
+    def compile_slowly(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        other = threading.Thread(target=lambda: outputs.append(model(x)))
+        other.start()
+        other.join()
+        return graph.forward
+
+    torch.compile(torch.sin, backend=compile_slowly)(x)
+    assert type(outputs[0].grad_fn).__name__ == type(model(x).grad_fn).__name__
 
 
 def test_a_budget_that_holds_once_outputs_are_let_go_of_is_not_refused() -> None:

@@ -57,6 +57,7 @@ from autockpt._torch.joint import (
 from autockpt._torch.modes import (
     AllocationTracker,
     OperatorMode,
+    is_traced,
     leave_what_is_left_behind,
     outside_tracing,
     runs_elsewhere,
@@ -126,6 +127,7 @@ __all__ = [
     "is_out_of_memory",
     "is_profiled",
     "is_random",
+    "is_traced",
     "keep_missing_gradients",
     "keeps_graph",
     "leave_what_is_left_behind",

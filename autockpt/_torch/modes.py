@@ -24,6 +24,7 @@ from autockpt._torch.values import strided_parts
 __all__ = [
     "AllocationTracker",
     "OperatorMode",
+    "is_traced",
     "leave_what_is_left_behind",
     "outside_tracing",
     "runs_elsewhere",
@@ -50,6 +51,18 @@ def runs_elsewhere() -> bool:
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or any(not mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+    )
+
+
+def is_traced() -> bool:
+    """Return whether a call is being traced: by Dynamo, or under a mode of this thread's.
+
+    Torch's own flag also says so while another thread compiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and any(
+        not isinstance(mode, _Onlooker) for mode in _get_current_dispatch_mode_stack()
     )
 
 

@@ -160,7 +160,7 @@ class _OwnFrames:
         resumed = code.co_name.startswith("torch_dynamo_resume_in")
         if code is self.code or (resumed and code.co_name not in self.given_up):
             # What has run of the step cannot run again: a frame that fails to trace runs plainly.
-            with contextlib.suppress(Exception), _quiet(), _recurrent_layers_end_graphs():
+            with contextlib.suppress(Exception), _recurrent_layers_end_graphs():
                 result = self.inner(frame, cache_entry, state)
                 if result.guarded_code is not None:
                     return result
@@ -176,13 +176,17 @@ class _OwnFrames:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the tracer from advice to those who compile: that a graph ends is told otherwise."""
+    """Keep the tracer from advice to those who compile: what it cannot trace is told otherwise."""
     log = logging.getLogger("torch._dynamo")
     level = log.level
     if level in (logging.NOTSET, logging.WARNING):
         log.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+            # It looks at the gradients of inputs, which may be no leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            yield
     finally:
         log.setLevel(level)
 
@@ -195,10 +199,7 @@ def _recurrent_layers_end_graphs() -> Iterator[None]:
     added = [id(layer) for layer in layers if id(layer) not in refused()]
     refused().update(added)
     try:
-        with dynamo_config.patch(allow_rnn=True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
-            # It looks at the gradients of inputs, which may be no leaves.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        with dynamo_config.patch(allow_rnn=True):
             yield
     finally:
         refused().difference_update(added)
@@ -281,6 +282,7 @@ class _Configured:
         with (
             dynamo_config.patch(ignore_logging_functions=_said_once(), **self.settings),
             varying.patch(dynamic_sources=self.varying),
+            _quiet(),
         ):
             result: ConvertFrameReturn = self.inner(frame, cache_entry, state)
         if result.guarded_code is not None:
