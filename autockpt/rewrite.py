@@ -190,6 +190,13 @@ class _Writer:
         self.runs: dict[int, int] = dict(forward.runs) if forward is not None else {}
         self.overwritten: dict[int, str] = {}  # storage -> the run that is written over it
         self.proofs: dict[str, str] = {}  # run -> why it may write in place
+        # A kernel may make a dense result where the trace foresees its input's permuted layout, as
+        # that of batch-norm does; what is computed from it follows.
+        self.permuted = any(
+            t.layout is torch.strided and not t.is_contiguous()
+            for node in self.capture.operations
+            for t in tensors(node)
+        )
 
     # -------------------------------------------------------------- placeholders
 
@@ -362,23 +369,12 @@ class _Writer:
         kwargs = fx.node.map_arg(node.kwargs, self.value)
         name = _name(node, 0 if known is None else max(version, default=1))
         target: Any = node.target
-        if target is aten.view.default and self._may_lie_otherwise(node):
+        if target is aten.view.default and self.permuted:
             target = aten.reshape.default  # a view where that is possible, else a copy
         view = self.graph.create_node("call_function", target, args, kwargs, name=name)
         view.meta = dict(node.meta)
         self.viewed[node] = (view, version)
         return view
-
-    def _may_lie_otherwise(self, node: fx.Node) -> bool:
-        """Whether memory that a view looks at may be laid out in another way than in the trace.
-
-        A kernel may make a dense result where the trace foresees its input's permuted layout, as
-        that of batch-norm's backward does.
-        """
-        while self._looks_at_memory(node):
-            node = node.all_input_nodes[0]
-        traced = tensors(node) if node.op == "call_function" else ()
-        return any(not t.is_contiguous() for t in traced)
 
     def output(self, values: list[Any], descriptors: list[Any]) -> fx.GraphModule:
         """Close the graph and return it as a module."""
