@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -379,23 +378,6 @@ def traced(
         InputError: the inputs do not fit the forward.
         RuntimeError: autograd's own, where the model overwrites what its backward needs.
     """
-    try:
-        return _traced(model, compiled, args, kwargs)
-    except CaptureError:
-        if all(action != "error" for action, *_ in warnings.filters):
-            raise
-    # Torch hides what it warns of in its own tracer, but not from those who make it an error.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\b")
-        return _traced(model, compiled, args, kwargs)
-
-
-def _traced(
-    model: nn.Module,
-    compiled: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
     ambient = sys.exc_info()[1]
     try:
         return compiled(*args, **kwargs)
