@@ -93,15 +93,13 @@ def guessed(captured: Capture, around: Around, round_up: Callable[[int], int]) -
 def letting_go(captured: Capture) -> tuple[bool, ...]:
     """Return for each forward output whether a user may let go of it before the backward begins.
 
-    Not of a number: that is the loss, or stands for one.
+    None of them where one is a number: that is the loss, and the others are handed out with it.
     """
-    numbers = {
-        storage
-        for value in captured.joint.forward_outputs
-        if isinstance(value, fx.Node) and all(t.numel() == 1 for t in tensors(value))
-        for storage in captured.lives_in[value]
-    }
-    return tuple(not numbers & set(own) for own in captured.outputs)
+    returns_loss = any(
+        isinstance(value, fx.Node) and own and all(t.numel() == 1 for t in tensors(value))
+        for value, own in zip(captured.joint.forward_outputs, captured.outputs, strict=True)
+    )
+    return (not returns_loss,) * len(captured.outputs)
 
 
 def saved_placeholders(backward: fx.GraphModule, captured: Capture) -> tuple[fx.Node, ...]:

@@ -258,7 +258,7 @@ class _Configured:
         self,
         inner: Callable[..., Any],
         *,
-        limit: int = SIGNATURES,
+        limit: int | None = None,
         counters: Collection[str] = (),
         numbers: bool = True,
     ) -> None:
@@ -270,7 +270,7 @@ class _Configured:
             "trace_autograd_ops": True,
             # NumPy's draws are NumPy's: traced, they would be torch's.
             "use_numpy_random_stream": True,
-            "recompile_limit": limit,
+            "recompile_limit": limit or SIGNATURES,
             "capture_scalar_outputs": numbers,
             "allow_unspec_int_on_nn_module": bool(counters),
         }
