@@ -375,7 +375,7 @@ class Breaker(nn.Module):
 # For each clause what a model does that goes wrong without it.
 BREAKERS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "of the step": lambda h, u, w: ((w + h) @ w,),
-    "made by torch": lambda h, u, w: ((remembered(u) + h) @ w,),
+    "made by torch": lambda h, u, w: ((remembered(u) + 1) @ w + h,),
     "unseen": lambda h, u, w: ((y := h + 1), y.relu() @ w),
     "not saved": lambda h, u, w: (functional.gelu(h) @ w,),
     "same layout": lambda h, u, w: (((h.detach() > 0).int() + h) @ w,),
