@@ -253,7 +253,8 @@ class Planner:
         try:
             return Known(most), self._make(captured, most)
         except InfeasibleBudget:
-            least = replace(around, gone=letting_go(captured), released=letting_go(captured))
+            outputs = letting_go(captured)
+            least = replace(around, gone=outputs, released=outputs)
             if not self._within_budget(self._smallest(captured, least).plan):
                 if not self.graphs:
                     raise

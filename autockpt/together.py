@@ -7,6 +7,7 @@ under which least is recomputed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from autockpt.planning import Made
 from autockpt.tangents import tensors
 from autockpt_solvers.errors import InfeasibleBudget
 from autockpt_solvers.memory import simulate
-from autockpt_solvers.minimum import minimum
+from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
@@ -97,11 +98,17 @@ def plan_together(
     most = search.judged(search.free)
     if budget_bytes is None or most.peak_bytes <= budget_bytes:
         return search.stated(most, None)
-    least = search.judged(search.with_schedules(_keeping_least))
+    least = search.judged(
+        search.with_schedules(
+            {key: _keeping_least(made.plan.problem) for key, made in search.free.items()}
+        )
+    )
     best = search.best(_held(least.made), _held(most.made), budget_bytes)
     if best is not None:
         return search.stated(best, budget_bytes)
-    smallest = search.judged(search.with_schedules(_with_smallest_peak))
+    smallest = search.judged(
+        search.with_schedules({key: found.schedule for key, found in search.minima.items()})
+    )
     fitting = min((least, smallest), key=lambda trial: max(trial.peak_bytes, budget_bytes))
     return search.stated(fitting, None)
 
@@ -113,13 +120,18 @@ class _Search:
         self.make = make
         self.free = {key: make(m.captured, m.around, False) for key, m in members.items()}
 
+    @functools.cached_property
+    def minima(self) -> dict[str, Minimum]:
+        """The smallest peak of each graph by itself: looked for once, it takes long."""
+        return {key: minimum(made.plan.problem) for key, made in self.free.items()}
+
     def best(self, least: Held, most: Held, budget_bytes: int) -> _Trial | None:
         """Return the cheapest plans found that keep the budget.
 
         With a larger share less is recomputed for the others' sake, and more for what is beside:
         between the two lies the best, which a golden section finds.
         """
-        floors = {key: minimum(made.plan.problem).peak_bytes for key, made in self.free.items()}
+        floors = {key: found.peak_bytes for key, found in self.minima.items()}
         tried: dict[float, _Trial | None] = {}
 
         def cost_s(share: float) -> float:
@@ -164,7 +176,7 @@ class _Search:
         there = {**self.elsewhere, **held}
         return {key: member.beside(there) for key, member in self.members.items()}
 
-    def planned(self, beside: Mapping[str, int], *, bounded: bool = True) -> dict[str, Made]:
+    def planned(self, beside: Mapping[str, int], *, bounded: bool) -> dict[str, Made]:
         """Return plans for so many bytes beside each graph."""
         return {
             key: self.make(member.captured, self.around(key, beside), bounded)
@@ -174,10 +186,9 @@ class _Search:
     def around(self, key: str, beside: Mapping[str, int]) -> Around:
         return replace(self.members[key].around, beside_bytes=beside[key])
 
-    def with_schedules(self, schedule: Callable[[Problem], Schedule]) -> dict[str, Made]:
+    def with_schedules(self, schedules: Mapping[str, Schedule]) -> dict[str, Made]:
         return {
-            key: _with_schedule(made, schedule(made.plan.problem), "minimum")
-            for key, made in self.free.items()
+            key: _with_schedule(made, schedules[key], "minimum") for key, made in self.free.items()
         }
 
     def judged(self, made: dict[str, Made]) -> _Trial:
@@ -219,7 +230,3 @@ def _with_schedule(made: Made, schedule: Schedule, solver: str) -> Made:
 
 def _keeping_least(problem: Problem) -> Schedule:
     return stage_schedule(problem, on_demand(Demand(problem), frozenset()))
-
-
-def _with_smallest_peak(problem: Problem) -> Schedule:
-    return minimum(problem).schedule
