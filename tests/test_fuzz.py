@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("quiet")
 def step(model: nn.Module, program: Program) -> tuple[Tensor, ...]:
     """A training step as a loop writes it, and what it leaves behind."""
     torch.manual_seed(3)
-    loss = model.loss(model(inputs(program)))
+    batch = inputs(program)  # held to the end, as a loop over batches holds it
+    loss = model.loss(model(batch))
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
