@@ -2,7 +2,8 @@
 
 A loss over two views of a sample, a judge called on what is real and what is made, a cell called in
 a loop: several forwards stand open when the backward begins. Each holds what its plan keeps until
-its own backward has run, and the others run beside that.
+its own backward has run, and the others run beside that. A backward that keeps its graph leaves the
+forward open, and all of what it has saved with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,22 +38,32 @@ class Beside:
         gradients: whether one of them has had its backward, whose gradients are there as well.
         extra_bytes: their inputs that are none of this one's, and what is still there of those
             that have had their backward; less the inputs of this one that they hold as outputs.
+        keeps_graph: whether its backward may run again, so that what was saved stays.
     """
 
-    others: tuple[str, ...]
+    others: tuple[str, ...] = ()
     gradients: bool = False
     extra_bytes: int = 0
+    keeps_graph: bool = False
 
     def covers(self, other: Beside) -> bool:
         """Return whether no more is there in ``other``."""
         fewer = Counter(other.others) <= Counter(self.others)
         more = self.extra_bytes >= other.extra_bytes
-        return fewer and more and self.gradients >= other.gradients
+        as_long = self.gradients >= other.gradients and self.keeps_graph >= other.keeps_graph
+        return fewer and more and as_long
 
-    def bytes(self, held: Mapping[str, int], gradient_bytes: int) -> int:
-        """Return what it comes to, where each graph's open forward holds so much."""
+    def bytes(self, held: Mapping[str, int], gradient_bytes: int, kept_bytes: int) -> int:
+        """Return what it comes to, where each graph's open forward holds so much.
+
+        Args:
+            held: graph -> what its open forward holds.
+            gradient_bytes: the gradients that a backward makes.
+            kept_bytes: by how much a backward that keeps its graph raises the peak.
+        """
         forwards = sum(held.get(key, 0) for key in self.others) + self.extra_bytes
-        return forwards + (gradient_bytes if self.gradients else 0)
+        gradients = gradient_bytes if self.gradients else 0
+        return forwards + gradients + (kept_bytes if self.keeps_graph else 0)
 
 
 class _Flight:
@@ -63,6 +74,7 @@ class _Flight:
         self.inputs = inputs
         self.outputs = outputs
         self.landed = False
+        self.times = 0  # that its backward has begun
         self.landed_meanwhile: list[_Flight] = []
         self._node = weakref.ref(node)
 
@@ -111,20 +123,21 @@ class Flights:
         )
         extra -= sum(size for key, (_, size) in flight.inputs.items() if key in made)
         keys = tuple(sorted(other.key for other in others))
-        return Beside(keys, bool(flight.landed_meanwhile), extra)
+        return Beside(keys, bool(flight.landed_meanwhile or flight.times), extra)
 
     def _backward_begins(self, flight: _Flight, before: Beside) -> None:
-        for beside in (before, self._beside(flight)):
+        keeps_graph = _torch.keeps_graph()
+        for beside in (before, replace(self._beside(flight), keeps_graph=keeps_graph)):
             self._note(flight.key, beside)
+        flight.times += 1
         flight.landed_meanwhile = []
         for other in self._open:
             if other is not flight and other.is_open():
                 other.landed_meanwhile.append(flight)
-        if not _torch.keeps_graph():
-            flight.landed = True
+        flight.landed = not keeps_graph
 
     def _note(self, key: str, beside: Beside) -> None:
-        if not beside.others and not beside.gradients:
+        if not (beside.others or beside.gradients or beside.keeps_graph):
             return
         known = self.seen.setdefault(key, [])
         if any(other.covers(beside) for other in known):
@@ -134,10 +147,12 @@ class Flights:
             known.append(beside)
             self.news = True
 
-    def bytes_beside(self, key: str, held: Mapping[str, int], gradient_bytes: int) -> int:
-        """Return the most that has been there beside a graph, where open ones hold so much."""
+    def bytes_beside(
+        self, key: str, held: Mapping[str, int], gradient_bytes: int, kept_bytes: int
+    ) -> int:
+        """Return the most that has been there beside a graph; see :meth:`Beside.bytes`."""
         mixtures = self.seen.get(key, ())
-        return max((mixture.bytes(held, gradient_bytes) for mixture in mixtures), default=0)
+        return max((one.bytes(held, gradient_bytes, kept_bytes) for one in mixtures), default=0)
 
 
 def memory_of(found: Iterable[torch.Tensor], device: Device | Modelled) -> Memory:

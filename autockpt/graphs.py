@@ -8,6 +8,7 @@ watched, and where it differs from the guess the plan is made again before the n
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,6 +151,8 @@ class Graph(_torch.Watch):
         self.watched = known.watched
         self.unsure = False
         self.found: tuple[Around, frozenset[int]] | None = None
+        self._before: tuple[Around, frozenset[int]] | None = None
+        self._again = False
         self._tracker: _torch.AllocationTracker | None = None
         self._outputs: list[_torch.StorageWeakRef | None] = []
         self._tangents: list[_torch.StorageWeakRef | None] = []
@@ -250,8 +253,9 @@ class Graph(_torch.Watch):
         count = len(self.captured.joint.tangents)
         end = len(args) - len(self.captured.joint.backward_seeds)
         absent = frozenset(i for i in range(count) if args[end - count + i] is None)
-        first = not self.settled and self.found is None
-        if first:
+        # A backward that keeps its graph is followed by another, after a loss of its own.
+        watched = not self.settled and (self.found is None or self._again)
+        if watched:
             self._read_counter(args[end - count : end], absent)
         if absent == self.captured.absent:
             gradients = self._run(run, args)
@@ -261,7 +265,7 @@ class Graph(_torch.Watch):
                     unforeseen_backward(self.joint, absent, self.saved)
                 )
             gradients = self._run(self._others[absent], args)
-        if first:
+        if watched:
             self._see_what_is_left()
         return gradients
 
@@ -323,16 +327,15 @@ class Graph(_torch.Watch):
             there += sum(distinct.values())
             held = max(0, self._tracker.live_bytes - there)
             loss_bytes = max(held, self._tracker.peak_bytes - there)
-        self.found = (
-            replace(
-                self.around,
-                loss_bytes=loss_bytes,
-                loss_held_bytes=held,
-                released=None,
-                gone=gone if any(gone) else None,
-            ),
-            absent,
+        around = replace(
+            self.around,
+            loss_bytes=loss_bytes,
+            loss_held_bytes=held,
+            released=None,
+            gone=gone if any(gone) else None,
         )
+        self._before = self.found
+        self.found = (around, absent)
 
     def _see_what_is_left(self) -> None:
         assert self.found is not None
@@ -342,5 +345,30 @@ class Graph(_torch.Watch):
         released = tuple(ref is not None and ref.expired() for ref in self._outputs)
         if any(released):
             around = replace(around, released=released)
+        if self._before is not None and self._before[1] == absent:
+            around = _most(self._before[0], around)
         self.found = (around, absent)
-        self._outputs, self._tangents = [], []
+        self._tangents = []
+        self._again = self._tracker is not None and _torch.keeps_graph()
+        if self._tracker is not None and self._again:
+            self._tracker.active = True
+        else:
+            self._outputs = []
+
+
+def _most(one: Around, other: Around) -> Around:
+    """What two backwards of one forward need, whichever of them runs."""
+
+    def joined(
+        by: Callable[[bool, bool], bool], a: tuple[bool, ...] | None, b: tuple[bool, ...] | None
+    ) -> tuple[bool, ...] | None:
+        return None if a is None or b is None else tuple(map(by, a, b))
+
+    return replace(
+        other,
+        loss_bytes=max(one.loss_bytes, other.loss_bytes),
+        loss_held_bytes=max(one.loss_held_bytes, other.loss_held_bytes),
+        released=joined(operator.and_, one.released, other.released),
+        gone=joined(operator.and_, one.gone, other.gone),
+        tangents_held=joined(operator.or_, one.tangents_held, other.tangents_held),
+    )

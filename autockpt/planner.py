@@ -50,7 +50,7 @@ from autockpt.resident import (
 )
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
-from autockpt.together import Member, gradient_bytes, held_bytes, plan_together
+from autockpt.together import Member, gradient_bytes, held_bytes, kept_bytes, plan_together
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import InfeasibleBudget, PlanMismatch
 from autockpt_solvers.plan import Plan
@@ -405,10 +405,12 @@ class Planner:
             if absent != captured.absent:
                 captured = read_joint(graph.joint, absent)
                 around = replace(around, in_case=())
-        gradients = gradient_bytes(captured, self.device.round_up)
+        made = 0  # where gradients are there before the step, they count as such
+        if not around.gradients_exist:
+            made = gradient_bytes(captured, self.device.round_up)
 
-        def beside(held: Mapping[str, int]) -> int:
-            return self.flights.bytes_beside(graph.key, held, gradients)
+        def beside(held: Mapping[str, int], kept: int) -> int:
+            return self.flights.bytes_beside(graph.key, held, made, kept)
 
         return Member(captured, replace(around, beside_bytes=0), beside)
 
@@ -418,7 +420,10 @@ class Planner:
         """Plan them as they are planned already, where that is the user's word or still right."""
         held = dict(self._held())
         arounds = {
-            key: replace(member.around, beside_bytes=member.beside(held))
+            key: replace(
+                member.around,
+                beside_bytes=member.beside(held, kept_bytes(graphs[key].made.plan)),
+            )
             for key, member in members.items()
         }
         if self.options.given is not None or not anew:
@@ -431,13 +436,14 @@ class Planner:
             if self.options.given is not None or (fit and len(kept) == len(members)):
                 return kept
 
+        limit_s = self.options.time_limit_s / 4  # many are solved
+
         def make(captured: Capture, around: Around, bounded: bool) -> Made:
             options = self.options if bounded else no_limit(self.options)
-            limit_s = options.time_limit_s / 4  # many are solved
             return self._make(captured, around, replace(options, time_limit_s=limit_s))
 
         elsewhere = {key: size for key, size in held.items() if key not in members}
-        planned = plan_together(members, elsewhere, make, self.budget_bytes)
+        planned = plan_together(members, elsewhere, make, self.budget_bytes, limit_s)
         highest = max((made.plan.peak_bytes for _, made in planned.values()), default=0)
         if self.budget_bytes is not None and highest > self.budget_bytes:
             self._warn_of_the_smallest(self.budget_bytes, highest)

@@ -125,6 +125,42 @@ def test_the_plan_that_is_shown_is_that_of_the_last_forward() -> None:
     assert peaks[2] > peaks[3]
 
 
+def kept_for_another(model: nn.Module) -> None:
+    """A step of two losses over one forward: the first backward keeps the graph."""
+    hidden = model(X)
+    hidden.sum().backward(retain_graph=True)
+    hidden.square().mean().backward()
+
+
+@pytest.mark.parametrize("share", [None, 80, 60])
+def test_a_backward_that_keeps_its_graph_keeps_the_budget(
+    share: int | None, said: list[str]
+) -> None:
+    def peak(model: nn.Module) -> int:
+        model.zero_grad()
+        there = resident_bytes(model, (X,))
+        return there + measure_peak(lambda: kept_for_another(model)).delta_bytes
+
+    plain, budget = build(), None
+    resident = resident_bytes(plain, (X,))
+    if share is not None:
+        budget = resident + (peak(plain) - resident) * share // 100
+    model = autockpt.optimize(build(), budget, time_limit=1)
+    for _ in range(3):
+        kept_for_another(model)
+        model.zero_grad()
+    measured = peak(model)
+    assert budget is None or measured <= budget
+    assert measured == pytest.approx(model.plan.peak_bytes, rel=0.01)
+    assert not said
+    for one in (model, plain):
+        one.zero_grad()
+        torch.manual_seed(3)
+        kept_for_another(one)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from autockpt_solvers.errors import ScheduleError
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.schedule import Barrier, Compute, Free, Schedule
 
-__all__ = ["Trace", "live_storages", "simulate"]
+__all__ = ["Trace", "live_storages", "peak_keeping_graph", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,24 @@ def simulate(problem: Problem, schedule: Schedule) -> Trace:
             raise fail(end, f"{storages[storage].name} must live to the end")
     peak = max(live_bytes)
     return Trace(tuple(live_bytes), peak, live_bytes.index(peak), cost, extra)
+
+
+def peak_keeping_graph(problem: Problem, schedule: Schedule) -> int:
+    """Return the peak of a schedule whose backward keeps its graph: it may run again.
+
+    What the forward has saved is then there to the end, whatever the schedule frees.
+    """
+    peak = kept = 0
+    saved: set[int] | None = None  # what the backward has not let go of yet
+    trace = simulate(problem, schedule)
+    for position, (step, live) in enumerate(zip(schedule.steps, trace.live_bytes, strict=True)):
+        if not isinstance(step, (Compute, Free)):
+            saved = set(live_storages(problem, schedule, position))
+        elif saved is not None and isinstance(step, Free) and step.storage in saved:
+            saved.remove(step.storage)
+            kept += problem.storages[step.storage].size_bytes
+        peak = max(peak, live + kept)
+    return peak
 
 
 def live_storages(problem: Problem, schedule: Schedule, step: int) -> tuple[int, ...]:
