@@ -208,6 +208,7 @@ class Handle:
         self.planner.forget()
         self._counters: frozenset[str] = frozenset()
         self._counts = True
+        self._floats = _torch.Floats()
         self._begun, self._captures = False, 0
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
@@ -394,22 +395,25 @@ class Handle:
         """Run the compiled forward, and compile it first where that is to be done.
 
         A forward that counts its calls in Python would be traced anew at each of them. What a
-        forward has changed is taken for such a counter, and traced as a number that varies;
-        where that cannot be planned, it is traced for each value after all.
+        forward has changed is taken for such a counter, and traced as a number that varies, as is
+        a float that has changed; where that cannot be planned, it is traced for each value.
         """
         traces = len(self.planner.graphs)
         before = _torch.counters_of(self.model) if self._compiled is None else {}
         if self._compiled is None:
-            self._compiled = _torch.compile_forward(self.model, self._partition, self._counters)
+            self._compiled = _torch.compile_forward(
+                self.model, self._partition, self._floats, self._counters
+            )
         self.planner.started = time.perf_counter()
         try:
             output = traced(self.model, self._compiled, args, kwargs)
         except OutOfMemory:
             raise
         except AutockptError:
-            if not self._counters:
+            if not self._counters and not self._floats.found:
                 raise
             self._counters, self._counts, self._compiled = frozenset(), False, None
+            self._floats.stay_constant()
             del self.planner.graphs[traces:]
             return self._traced(args, kwargs)
         after = _torch.counters_of(self.model) if before and self._counts else {}

@@ -56,6 +56,7 @@ class Part:
         self.calls = 0
         self.called = self.passed_by = False
         self.compiled: list[Callable[..., Any]] = []
+        self.floats: list[_torch.Floats] = []  # of each of its calls in a step
         self._again = False  # whether they are to be made again
         self.ran: set[int] = set()
         self.numbers = True  # whether numbers that are read from tensors are traced
@@ -111,6 +112,10 @@ class Part:
             try:
                 output = traced(self.module, self.compiled[number], args, kwargs)
             except CaptureError as error:
+                if self.floats[number].found:
+                    self.floats[number].stay_constant()
+                    self.compiled[number] = self._compile(number)
+                    continue
                 if number in self.ran:
                     break  # these inputs only
                 self._divide(str(error))
@@ -130,10 +135,13 @@ class Part:
         def partition(joint: _torch.JointGraph) -> Any:
             return self.owner.partition(self, number, joint)
 
+        while len(self.floats) <= number:
+            self.floats.append(_torch.Floats())
+        floats = self.floats[number]
         if self.mode is Mode.WHOLE:
-            return _torch.compile_forward(self.module, partition)
+            return _torch.compile_forward(self.module, partition, floats)
         return _torch.compile_pieces(
-            self.module, partition, self.given_up, self._skipped, numbers=self.numbers
+            self.module, partition, self.given_up, self._skipped, floats, numbers=self.numbers
         )
 
     # -------------------------------------------------------------- dividing

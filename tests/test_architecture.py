@@ -27,6 +27,7 @@ ORDER = [
     "_torch.modes",
     "_torch.generated",
     "_torch.kernels",
+    "_torch.numbers",
     "_torch.tracing",
     "_torch.failures",
     "_torch.allocator",

@@ -70,11 +70,14 @@ from autockpt._torch.nodes import (
     module_path,
     source_line,
 )
+from autockpt._torch.numbers import (
+    Floats,
+    counters_of,
+)
 from autockpt._torch.tracing import (
     SIGNATURES,
     compile_forward,
     compile_pieces,
-    counters_of,
     has_lazy_parameters,
     opaque,
     unguarded,
@@ -96,6 +99,7 @@ __all__ = [
     "AllocatorEvent",
     "FakeTensor",
     "FakeTensorMode",
+    "Floats",
     "JointGraph",
     "NamedRange",
     "OperatorMode",

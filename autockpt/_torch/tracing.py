@@ -29,12 +29,12 @@ from torch.nn.modules import module as modules
 from autockpt._torch.generated import boxed
 from autockpt._torch.joint import Partition, Watch, joint_graph
 from autockpt._torch.kernels import kernels_stay_whole
+from autockpt._torch.numbers import Floats
 
 __all__ = [
     "SIGNATURES",
     "compile_forward",
     "compile_pieces",
-    "counters_of",
     "has_lazy_parameters",
     "opaque",
     "unguarded",
@@ -51,23 +51,11 @@ _RESUMED = 3
 _GLOBAL_HOOKS = re.compile("_global_(forward|backward).*hooks$")
 
 
-def counters_of(model: nn.Module) -> dict[str, int]:
-    """Return the integers among the attributes of the model's modules, by Dynamo's name for them.
-
-    The name is a regular expression, since Dynamo writes submodules in several ways:
-    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
-    """
-    found = {}
-    for path, module in model.named_modules():
-        parts = [rf"\W+(__dict__\W+)?(_modules\W+)?{part}" for part in path.split(".") if part]
-        for name, value in vars(module).items():
-            if type(value) is int:
-                found[rf"L\['model'\]{''.join(parts)}\W+{name}$"] = value
-    return found
-
-
 def compile_forward(
-    model: nn.Module, partition: Partition, counters: Collection[str] = ()
+    model: nn.Module,
+    partition: Partition,
+    floats: Floats | None = None,
+    counters: Collection[str] = (),
 ) -> Callable[..., Any]:
     """Return a callable that runs ``model`` like ``model(...)``, through ``partition``'s graphs.
 
@@ -75,8 +63,8 @@ def compile_forward(
     each graph that needs gradients ``partition`` is called once with the joint graph; a graph
     without gradients runs as it was traced.
 
-    ``counters`` are names as :func:`counters_of` gives them: a trace holds for any value of theirs,
-    where otherwise it is made anew for each.
+    ``floats`` are those that its traces have read. ``counters`` are names as :func:`counters_of`
+    gives them: a trace holds for any value of theirs, where otherwise it is made anew for each.
 
     The traced function gets a code object of its own: Dynamo keeps its cache and its recompile
     limit per code object, so that models do not share them and dropping the callable drops them.
@@ -96,7 +84,7 @@ def compile_forward(
 
     backend = _Backend(partition)
     context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=True, dynamic=False)
-    context.callback = tracer = _Configured(context.callback, counters=counters)
+    context.callback = tracer = _Configured(context.callback, floats or Floats(), counters=counters)
     return _held(context(entry), backend, tracer)
 
 
@@ -105,6 +93,7 @@ def compile_pieces(
     partition: Partition,
     given_up: set[str],
     skipped: Callable[[bool], None],
+    floats: Floats,
     *,
     numbers: bool,
 ) -> Callable[..., Any]:
@@ -135,7 +124,7 @@ def compile_pieces(
     entry.__kwdefaults__ = own.__kwdefaults__
     backend = _Backend(partition)
     context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=False, dynamic=False)
-    tracer = _Configured(context.callback, limit=_RESUMED, numbers=numbers)
+    tracer = _Configured(context.callback, floats, limit=_RESUMED, numbers=numbers)
     context.callback = _OwnFrames(tracer, entry.__code__, given_up, skipped)
     return _held(functools.partial(context(entry), model), backend, tracer)
 
@@ -257,12 +246,14 @@ class _Configured:
     def __init__(
         self,
         inner: Callable[..., Any],
+        floats: Floats,
         *,
         limit: int | None = None,
         counters: Collection[str] = (),
         numbers: bool = True,
     ) -> None:
         self._torchdynamo_orig_backend = self.inner = inner
+        self.floats = floats
         self.settings: dict[str, Any] = {
             # Hooks that come and go after the capture are guarded on.
             "skip_nnmodule_hook_guards": False,
@@ -282,6 +273,7 @@ class _Configured:
         with (
             dynamo_config.patch(ignore_logging_functions=_said_once(), **self.settings),
             varying.patch(dynamic_sources=self.varying),
+            self.floats.watched(),
             _quiet(),
         ):
             result: ConvertFrameReturn = self.inner(frame, cache_entry, state)

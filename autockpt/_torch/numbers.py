@@ -1,0 +1,99 @@
+"""Numbers of Python's that a trace reads, and that change from one forward to the next.
+
+Dynamo takes a number for a constant and traces anew where it has changed. Where it changes at every
+step (calls that are counted, a temperature that is annealed, a weight of the loss that grows), it
+is traced as a number that varies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.variables import builder
+
+__all__ = ["Floats", "counters_of"]
+
+
+def counters_of(model: nn.Module) -> dict[str, int]:
+    """Return the integers among the attributes of the model's modules, by Dynamo's name for them.
+
+    The name is a regular expression, since Dynamo writes submodules in several ways:
+    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        parts = [rf"\W+(__dict__\W+)?(_modules\W+)?{part}" for part in path.split(".") if part]
+        for name, value in vars(module).items():
+            if type(value) is int:
+                found[rf"L\['model'\]{''.join(parts)}\W+{name}$"] = value
+    return found
+
+
+class Floats:
+    """The floats that the traces of one forward have read.
+
+    One that another trace finds changed varies from then on, where torch can make a tensor of it;
+    elsewhere (the p of a dropout) each value has its trace.
+
+    Attributes:
+        found: whether the last trace has taken one for varying.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self._constant = False
+        self._read: dict[str, float] = {}
+        self._varying: set[str] = set()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Trace in this context."""
+        _watch_what_is_read()
+        self.found = False
+        before = getattr(_TRACED, "floats", None)
+        _TRACED.floats = self
+        try:
+            yield
+        finally:
+            _TRACED.floats = before
+
+    def stay_constant(self) -> None:
+        """Take all for constants from now on."""
+        self.found, self._constant = False, True
+
+    def varies(self, name: str, value: float) -> bool:
+        """A trace has read this float; return whether it is to be one that varies."""
+        if self._read.setdefault(name, value) != value:
+            self._varying.add(name)
+        varies = name in self._varying and not self._constant
+        self.found = self.found or varies
+        return varies
+
+
+_TRACED = threading.local()  # the floats of what this thread traces
+
+
+@functools.cache
+def _watch_what_is_read() -> None:
+    """See the floats that Dynamo reads: it asks there whether a number has changed.
+
+    Its own way of finding out is not to be had for numbers without that for shapes.
+    """
+    asked = vars(builder)["process_automatic_dynamic"]
+
+    def process_automatic_dynamic(tx: Any, name: str, entry: Any, **options: Any) -> Any:
+        found = asked(tx, name, entry, **options)
+        floats: Floats | None = getattr(_TRACED, "floats", None)
+        if floats is None or not isinstance(entry.scalar, float):
+            return found
+        varies = floats.varies(f"{tx.f_code.co_name}: {name}", entry.scalar)
+        return dataclasses.replace(found, scalar=auto_dynamic) if varies else found
+
+    vars(builder)[asked.__name__] = process_automatic_dynamic

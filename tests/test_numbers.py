@@ -1,0 +1,104 @@
+"""Numbers of Python's that change from step to step, and are read in the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autockpt
+from oracle import measure_peak, resident_bytes
+from tiny_models import seeded
+
+X = torch.randn(256, 32, generator=torch.manual_seed(1))
+Use = Callable[[Tensor, float], Tensor]
+
+
+class Annealed(nn.Module):
+    """A number of its own is read between two layers, one that is given in the loss."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.use = use
+        self.inner = nn.Module()
+        self.inner.temperature = 1.0
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor, weight: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = x + self.use(layer(x), self.inner.temperature)  # type: ignore[arg-type]
+        return x.square().mean() * weight
+
+
+def branching(x: Tensor, number: float) -> Tensor:
+    return torch.tanh(x / number) if number > 0.85 else torch.sin(x) * (1 - number)
+
+
+# How a number is used -> the traces that seven values of it take.
+USES: dict[str, tuple[Use, int]] = {
+    "in an expression": (lambda x, number: torch.tanh(x / number) * (2 * number - 1) ** 2, 2),
+    "a branch": (branching, 3),
+    "a dropout": (lambda x, number: functional.dropout(x, number / 2), 7),
+}
+
+
+def step(model: nn.Module, number: int) -> list[Tensor]:
+    model.get_submodule("inner").temperature = 0.95**number
+    model.zero_grad()
+    torch.manual_seed(number)
+    loss = model(X, weight=0.1 * number)
+    loss.backward()
+    return [
+        loss.detach(),
+        torch.rand(1),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_float_is_traced_as_a_number_that_varies(name: str) -> None:
+    use, traces = USES[name]
+
+    def build() -> nn.Module:
+        return seeded(lambda: Annealed(use))
+
+    plain = build()
+    resident = resident_bytes(plain, (X,))
+    peak = measure_peak(lambda: step(plain, 1) and None).delta_bytes
+    budget = resident + peak * 70 // 100
+    model = autockpt.optimize(build(), budget, time_limit=1)
+    for number in range(1, 8):
+        for mine, theirs in zip(step(model, number), step(plain, number), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    model.zero_grad()
+    assert resident + measure_peak(lambda: step(model, 7) and None).delta_bytes <= budget
+    if name == "a branch" and torch.__version__ < "2.12":
+        return  # the trace holds for one value there
+    assert model.plan.origin["captures"].startswith(f"{traces} of")
+
+
+class Reading(Annealed):
+    """Ends its graph in the middle, and reads its numbers behind it as well."""
+
+    def forward(self, x: Tensor, weight: float = 1.0) -> Tensor:
+        for layer in self.layers[:2]:
+            x = x + self.use(layer(x), self.inner.temperature)
+        torch._dynamo.graph_break()
+        for layer in self.layers[2:]:
+            x = x + self.use(layer(x), self.inner.temperature)
+        return x.square().mean() * weight
+
+
+def test_it_varies_in_each_of_several_graphs() -> None:
+    use, _ = USES["in an expression"]
+    plain, model = (seeded(lambda: Reading(use)) for _ in range(2))
+    autockpt.optimize(model, None, time_limit=1)
+    captures = []
+    for number in range(1, 10):
+        for mine, theirs in zip(step(model, number), step(plain, number), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        captures.append(model.autockpt._several.captures)
+    assert captures[3] == captures[-1] > 1
