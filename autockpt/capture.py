@@ -166,7 +166,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
         if not fresh and len(looked_at) == 1:
             # Where tangents share fake memory, what a view looks at says which one it is.
             lives_in[node] = (*looked_at,) * len(lives_in[node])
-    new_buffers: list[int] = []
+    new_buffers = [s for value in joint.new_values for s in lives_in[value] if s >= 0]
     outputs: list[tuple[int, ...]] = []
     for value, mutated in zip(joint.forward_outputs, joint.mutated, strict=True):
         own = tuple(s for s in lives_in[value] if s >= 0) if isinstance(value, fx.Node) else ()
@@ -187,7 +187,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
         lives_in,
         tuple(outputs),
         tuple(dict.fromkeys(new_buffers)),
-        frozenset(m for m in joint.mutated if m is not None),
+        frozenset(m for m in (*joint.mutated, *joint.written) if m is not None),
         gradients,
         absent,
     )
@@ -249,7 +249,7 @@ def _backward_nodes(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]
 
 def _needed_nodes(joint: JointGraph, nodes: list[fx.Node]) -> set[fx.Node]:
     """What the outputs need, and what has an effect: draws move the generator, checks raise."""
-    outputs = (*joint.forward_outputs, *joint.backward_outputs)
+    outputs = (*joint.forward_outputs, *joint.new_values, *joint.backward_outputs)
     needed = {n for n in outputs if isinstance(n, fx.Node)}
     for node in reversed(nodes):
         if node.op == "call_function" and (_torch.is_random(node) or node.is_impure()):

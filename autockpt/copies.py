@@ -27,7 +27,12 @@ def drop_copies(joint: JointGraph) -> None:
     inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
     held = {
         storage_key(tensor)
-        for node in (*inputs, *joint.forward_outputs, *joint.backward_outputs)
+        for node in (
+            *inputs,
+            *joint.forward_outputs,
+            *joint.new_values,
+            *joint.backward_outputs,
+        )
         if isinstance(node, fx.Node)
         for tensor in tensors(node)
     }

@@ -64,6 +64,7 @@ def graph_key(joint: _torch.JointGraph) -> str:
     for node in joint.module.graph.nodes:
         shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors(node)]
         digest.update(repr((node.name, str(node.target), shapes)).encode())
+    digest.update(repr((joint.written, joint.new_values)).encode())
     return digest.hexdigest()
 
 

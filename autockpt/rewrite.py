@@ -77,10 +77,12 @@ def rewrite(
         ]
     )
     results = [_value(forward, x) for x in joint.forward_outputs]
+    stored = [forward.stored(key) for key in saved]
+    forward.write(joint.written, joint.new_values)
     descriptors = _torch.saved_descriptors([_meta_node(key) for key in saved])
     return (
         forward.output(
-            [*results, *(forward.stored(key) for key in saved)],
+            [*results, *stored],
             [*joint.forward_descriptors, *descriptors],
         ),
         backward.output(gradients, list(joint.backward_descriptors)),
@@ -309,6 +311,12 @@ class _Writer:
         with _torch.fake_mode_of(self.capture.joint.module):
             copy.meta["val"] = primal.meta["val"].clone()
         self.bound["old_value", primal] = copy
+
+    def write(self, written: Sequence[fx.Node], values: Sequence[fx.Node]) -> None:
+        """Write new values into inputs."""
+        if written:
+            args = ([self.bound[node] for node in written], [self.value(node) for node in values])
+            self.graph.create_node("call_function", aten._foreach_copy_.default, args)
 
     # -------------------------------------------------------------- values
 

@@ -106,6 +106,8 @@ def without_tangents(joint: JointGraph, absent: Collection[int]) -> JointGraph:
         backward_outputs=backward,
         backward_descriptors=tuple(joint.backward_descriptors),
         mutated=moved(joint.mutated),
+        written=moved(joint.written),
+        new_values=moved(joint.new_values),
     )
 
 

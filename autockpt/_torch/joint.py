@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     ForwardTokenAOTInput,
@@ -37,6 +38,8 @@ class JointGraph:
         forward_outputs: what the forward returns (nodes or constants), then what ``backward_*``
             says the same way of the backward.
         mutated: for each forward output the primal whose new value it is, or None.
+        written: primals that the forward itself writes when all else is done.
+        new_values: what it writes there.
     """
 
     module: fx.GraphModule
@@ -49,6 +52,8 @@ class JointGraph:
     forward_descriptors: tuple[Any, ...]
     backward_descriptors: tuple[Any, ...]
     mutated: tuple[fx.Node | None, ...]
+    written: tuple[fx.Node, ...] = ()
+    new_values: tuple[fx.Node, ...] = ()
 
     @property
     def differentiated(self) -> tuple[fx.Node, ...]:
@@ -126,6 +131,7 @@ def joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
         by_position.get(d.mutated_input) if isinstance(d, InputMutationAOTOutput) else None
         for d in forward_desc
     )
+    writes = _take_writes(module.graph, primals)
     return JointGraph(
         module,
         tuple(primals),
@@ -137,7 +143,24 @@ def joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
         tuple(forward_desc),
         tuple(backward_desc),
         mutated,
+        tuple(written for written, _ in writes),
+        tuple(value for _, value in writes),
     )
+
+
+def _take_writes(graph: fx.Graph, primals: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Take the forward's writes to its inputs out of the graph, which computes and nothing else.
+
+    Torch's trace puts them behind everything else; those of the backward stay.
+    """
+    writes = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        written, value = node.args[:2]
+        in_backward = "backward" in (node.meta.get("partitioner_tag") or "")
+        if written in primals and isinstance(value, fx.Node) and not node.users and not in_backward:
+            writes.append((written, value))
+            graph.erase_node(node)
+    return writes
 
 
 def saved_descriptors(saved: Sequence[fx.Node]) -> list[Any]:

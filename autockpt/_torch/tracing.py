@@ -313,6 +313,7 @@ class _Backend:
                 fw_compiler=compiler,
                 bw_compiler=compiler,
                 partition_fn=_held_weakly(self._partition_fn),
+                keep_inference_input_mutations=True,
             )(module, inputs)
         return compiled
 
