@@ -11,7 +11,7 @@ A view is taken anew from the newest copy of its base, right where it is first n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,10 @@ from autockpt_solvers.schedule import BARRIER, Compute, Schedule, Step, free_ear
 __all__ = ["backward_needs", "rewrite", "rewrite_backward"]
 
 aten = torch.ops.aten
+_BATCH_NORMS = (
+    aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update_functional.default,
+)
 
 
 def rewrite(
@@ -313,10 +317,21 @@ class _Writer:
         self.bound["old_value", primal] = copy
 
     def write(self, written: Sequence[fx.Node], values: Sequence[fx.Node]) -> None:
-        """Write new values into inputs."""
-        if written:
-            args = ([self.bound[node] for node in written], [self.value(node) for node in values])
-            self.graph.create_node("call_function", aten._foreach_copy_.default, args)
+        """Write new values into inputs.
+
+        Eager's batch-norm writes its statistics behind autograd's back: a backward that waits, as
+        that of a forward in ``eval()``, reads the new ones there.
+        """
+        pairs = list(zip(written, values, strict=True))
+        self._copy(aten._foreach_copy_.default, [p for p in pairs if not _is_statistic(p[1])])
+        self._copy(_torch.copy_unnoticed, [p for p in pairs if _is_statistic(p[1])])
+
+    def _copy(self, by: Callable[..., Any], pairs: list[tuple[fx.Node, fx.Node]]) -> None:
+        if pairs:
+            there = [self.bound[primal] for primal, _ in pairs]
+            self.graph.create_node(
+                "call_function", by, (there, [self.value(value) for _, value in pairs])
+            )
 
     # -------------------------------------------------------------- values
 
@@ -395,6 +410,12 @@ class _Writer:
         if self.proofs:
             self.graph.on_generate_code(lambda _: partial(_commented, self.proofs))
         return fx.GraphModule(self.capture.joint.module, self.graph)
+
+
+def _is_statistic(value: fx.Node) -> bool:
+    """Whether it is a new statistic of batch-norm's."""
+    picked = _torch.getitem_index(value) is not None
+    return picked and value.all_input_nodes[0].target in _BATCH_NORMS
 
 
 def _commented(proofs: Mapping[str, str], body: list[str]) -> list[str]:

@@ -568,6 +568,18 @@ def watched(model: nn.Module) -> list[Any]:
     return found
 
 
+def evaluated_before(model: nn.Module) -> list[Any]:
+    found = []
+    for number in range(3):
+        seed(number)
+        model.eval()
+        before = model(batch()).sum()
+        model.train()
+        (before + model(batch(number)).square().sum()).backward()
+        found += left(model)
+    return found
+
+
 def other_dtype(model: nn.Module) -> list[Any]:
     found = steps(model)
     for dtype in (torch.float64, torch.bfloat16):
@@ -696,6 +708,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Script]] = {
     "a gradient inside": (Force, steps),
     "no gradient inside": (Detaching, steps),
     "shapes": (Net, many_shapes),
+    "evaluated before": (Net, evaluated_before),
     "arguments": (Arguments, many_arguments),
     "scaler": (Net, scaled),
     "autocast in part": (Disabling, scaled),

@@ -84,6 +84,7 @@ from autockpt._torch.tracing import (
     while_tracing,
 )
 from autockpt._torch.values import (
+    copy_unnoticed,
     is_fake,
     map_tensors,
     storage_key,
@@ -116,6 +117,7 @@ __all__ = [
     "compile_pieces",
     "compiled_behind",
     "compiled_nodes",
+    "copy_unnoticed",
     "counters_of",
     "cuda_history",
     "failed_run",

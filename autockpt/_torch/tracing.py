@@ -347,6 +347,7 @@ def _runnable(
     _give_no_buffer_away()
     run = boxed(module)
     if "autockpt_forward" in module.meta:
+        _count_no_writes()
         watch = watches[module.meta["autockpt_forward"]]
         return _watched_forward(run, watch, module.meta["autockpt_outputs"])
     if "autockpt_backward" in module.meta:
@@ -364,6 +365,14 @@ def _give_no_buffer_away() -> None:
     metadata = context.fw_metadata if context is not None else None
     if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
         metadata.bw_donated_idxs = []
+
+
+def _count_no_writes() -> None:
+    """Keep torch from raising the versions of inputs that a forward of ours writes: it does so."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None:
+        metadata.mutated_graph_handled_indices_seen_by_autograd = []
 
 
 def _said_once() -> set[Callable[..., Any]]:

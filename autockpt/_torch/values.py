@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "copy_unnoticed",
     "is_fake",
     "map_tensors",
     "storage_key",
@@ -29,6 +31,12 @@ def storage_uses(tensor: torch.Tensor) -> int:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number equal for two (fake) tensors exactly when they share memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def copy_unnoticed(written: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Write as a kernel writes that does not tell autograd, such as batch-norm's."""
+    with _unsafe_preserve_version_counter(tuple(written)):
+        torch._foreach_copy_(written, values)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
