@@ -149,9 +149,10 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
         return _greedy(best, limit_s) if enough else []
 
     say("snapshots and local search")
+    last = ilp.program_size(problem) > ILP_LIMIT
     Snapshots(best.liveness).run(
         best,
-        deadline=started + 0.9 * limit_s,
+        deadline=started + (0.98 if last else 0.9) * limit_s,
         starts=starts,
         more=more,
         say=say,
@@ -162,7 +163,7 @@ def _search(best: Incumbent, deadline: float, say: Callable[[str], None]) -> Non
     if best.gap_ns <= CLOSE * step:
         return
     left_s = deadline - time.perf_counter()
-    if left_s < 0.1 * limit_s or ilp.program_size(problem) > ILP_LIMIT:
+    if last or left_s < 0.1 * limit_s:
         return
     # A small gap is not worth the whole limit.
     if best.gap_ns <= MODEST * step:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import Floats, MipProcess, Relaxation
@@ -24,13 +24,17 @@ from autockpt_solvers.methods import keep_all
 from autockpt_solvers.methods.eviction import PATIENCE, Eviction
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.snapshot.blocks import (
+    JOINED,
     Layout,
     finest,
     joined,
     layouts,
     own_bytes,
+    refined,
     thinned,
+    widened,
 )
+from autockpt_solvers.methods.snapshot.following import walks
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
 from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
@@ -53,13 +57,20 @@ ENOUGH = 2e-4
 CLOSE = 5e-4
 BRIEF = 1e-3
 GOOD = 3e-3
+# A gap at which walks follow the relaxation's points, and how many of these.
+OPEN, FOLLOWED = 3e-2, 2
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
 # Where it is, seconds for kicks on graphs of at most so many forward operations, and on others.
 LONG_S, SMALL, SHORT_S = 4.0, 400, 2.0
 # Columns of programs whose blocks are joined, seconds for each, and snapshots they keep at least.
-JOINED, JOINED_S, FEWEST = 45_000, 1.2e-4, 10
+LARGE, LARGE_S, FEWEST = 45_000, 1.2e-4, 10
+# Part of the time for joining, and how often snapshots are added to one choice.
+JOINING, REFINED = 0.35, 4
+# Work up to which a relaxation takes a second or two, and segments of wider blocks.
+WORK = 2.5e8
+WIDER = (32, 24, 16, 12)
 # Part of a gap by which two of them differ where they say different things.
 ALIKE = 0.1
 # Part of the time left for starts of other methods.
@@ -112,6 +123,8 @@ class Snapshots:
         self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
         self._cuts: dict[int, PathCuts] = {}
         self._points: dict[int, Floats] = {}
+        self._proved: dict[int, float] = {}
+        self._refined: set[int] = set()
         self._enough_ns = 0.0
 
     def run(
@@ -157,7 +170,10 @@ class Snapshots:
         if not states or best.gap_ns <= self._enough_ns:
             return
         say(f"snapshots: {self._figures(best)}; local search")
-        self._improve(_distinct(states)[: 1 if brief else WIDE], best, by(0.2))
+        self._improve(_distinct(states)[:1], best, by(0.2))
+        far = OPEN * self.problem.baseline_cost_ns
+        if not brief and best.gap_ns <= far:
+            self._improve(_distinct(states)[1:WIDE], best, by(0.2))
         if brief or best.gap_ns <= self._enough_ns:
             return
         say(f"{self._figures(best)}; joined blocks")
@@ -165,6 +181,8 @@ class Snapshots:
         for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
             self._begin(order, best, fresh, by(0.65))
         self._improve(_distinct(fresh)[:WIDE], best, by(0.7), patience=1)
+        if best.gap_ns > far:
+            self._follow(best, fresh, by(0.85))
         if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
             for order in more(MORE * (deadline - time.perf_counter())):
                 self._begin(order, best, states, deadline)
@@ -233,8 +251,16 @@ class Snapshots:
             deadline: ``time.perf_counter()`` at which to stop.
         """
         left_s = deadline - time.perf_counter()
-        points = [self._join(best, time.perf_counter() + 2 / 3 * left_s)]
-        return points + [self._cut(number, best, deadline) for number in reversed(self._programs)]
+        points = [self._join(best, time.perf_counter() + JOINING * left_s)]
+        numbers = sorted(self._programs, key=lambda number: self._proved.get(number, 0))
+        if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
+            numbers[-2:] = [self._refine(number, best, deadline) for number in numbers[-2:]]
+            numbers.sort(key=lambda number: self._proved.get(number, 0))
+        for number in reversed(numbers):
+            points.append(self._cut(number, best, deadline))
+            if number in self._refined and number == numbers[-1]:
+                points.append(self._widen(number, best, deadline))
+        return points
 
     # ---------------------------------------------------------------- inside
 
@@ -265,7 +291,7 @@ class Snapshots:
         layout = self._layouts[number]
         if number not in self._programs:
             stages = Stages(self.liveness, snapshots=layout.snapshots)
-            size = SnapshotProgram.size(stages, layout)
+            size = sum(SnapshotProgram.sizes(stages, layout))
             long = size * COLUMN_S > deadline - time.perf_counter()
             if (number and (size > COLUMNS or long)) or (hurry and long):
                 return iter(())
@@ -282,7 +308,8 @@ class Snapshots:
         if result.status == "infeasible":
             best.infeasible = best.order is None
             return iter(())
-        best.prove(whole_ns(result.bound * program.cost_unit))
+        self._proved[number] = result.bound * program.cost_unit
+        best.prove(whole_ns(self._proved[number]))
         values = result.values
         if values is None:
             return iter(())
@@ -311,24 +338,92 @@ class Snapshots:
             if not links:
                 break
             layout = joined(layout, links)
-            most = min(JOINED, (deadline - time.perf_counter()) / JOINED_S)
-            while len(layout.snapshots) > FEWEST and self._size(layout) > most:
+            most = min(LARGE, (deadline - time.perf_counter()) / LARGE_S)
+            while len(layout.snapshots) > FEWEST and (
+                self._size(layout) > most or self._work(layout) > WORK
+            ):
                 layout = thinned(layout, own)
             if self._size(layout) > most:
                 break
         return orders
 
     def _size(self, layout: Layout) -> int:
-        return SnapshotProgram.size(Stages(self.liveness, snapshots=layout.snapshots), layout)
+        return sum(SnapshotProgram.sizes(Stages(self.liveness, snapshots=layout.snapshots), layout))
 
-    def _cut(self, number: int, best: Incumbent, deadline: float) -> Iterator[list[int]]:
-        """Add cuts to a relaxation, note its bound and return its rounded points."""
+    def _refine(self, number: int, best: Incumbent, deadline: float) -> int:
+        """Add snapshots to a choice where its point breaks the budget; return its number."""
+        for _ in range(REFINED):
+            self._cut(number, best, deadline, rounds=1)
+            if number not in self._points or time.perf_counter() > deadline:
+                break
+            program, _ = self._programs[number]
+            offsets = program.overlooked(self._points[number], best.budget_bytes)
+            if not offsets:
+                break
+            finer = self._further(refined(self._layouts[number], offsets), best, deadline)
+            if finer is None:
+                break
+            if number >= self._choices:  # the finer one says more
+                del self._programs[number], self._points[number]
+            number = finer
+            self._refined.add(number)
+        return number
+
+    def _widen(self, number: int, best: Incumbent, deadline: float) -> Iterator[list[int]]:
+        """Solve and cut a choice with the widest blocks that are not too much work.
+
+        Where blocks are joined they are as wide as they need be.
+        """
+        for per_block in WIDER if self._layouts[number].name != JOINED else ():
+            layout = widened(self._layouts[number], self.liveness, self.stages.groups, per_block)
+            if len(set(layout.block)) >= len(set(self._layouts[number].block)):
+                break
+            if (
+                self._work(layout) <= WORK
+                and (wider := self._further(layout, best, deadline)) is not None
+            ):
+                return self._cut(wider, best, deadline)
+        return iter(())
+
+    def _further(self, layout: Layout, best: Incumbent, deadline: float) -> int | None:
+        """Solve the relaxation of one more choice; return its number, or None without a point."""
+        left_s = deadline - time.perf_counter()
+        if self._work(layout) > WORK or self._size(layout) > min(LARGE, left_s / LARGE_S):
+            return None
+        self._layouts.append(layout)
+        number = len(self._layouts) - 1
+        self._relax(number, best, deadline, share=1.0)
+        if number in self._points:
+            return number
+        self._programs.pop(number, None)
+        return None
+
+    def _work(self, layout: Layout) -> float:
+        """Return a measure of the time that a relaxation takes: columns, by those of one block."""
+        stages = Stages(self.liveness, snapshots=layout.snapshots)
+        sizes = SnapshotProgram.sizes(stages, layout)
+        return sum(sizes) * max(sizes, default=0)
+
+    def _cut(
+        self, number: int, best: Incumbent, deadline: float, rounds: int | None = None
+    ) -> Iterator[list[int]]:
+        """Add cuts to a relaxation, note its bound and return its rounded points.
+
+        Args:
+            number: the choice.
+            best: changed in place.
+            deadline: ``time.perf_counter()`` at which to stop.
+            rounds: how many times at most; None: as long as that gains.
+        """
         program, relaxation = self._programs[number]
         orders: Iterator[list[int]] = iter(())
         if number not in self._cuts:
             self._cuts[number] = PathCuts(program)
-        idle = 0
+        idle = done = 0
         while number in self._points and idle < IDLE and time.perf_counter() < deadline:
+            if done == rounds:
+                break
+            done += 1
             rows = self._cuts[number].violated(self._points[number])
             if not rows or best.gap_ns <= self._enough_ns:
                 break
@@ -370,6 +465,22 @@ class Snapshots:
                 patience=patience,
             )
             self._take(state, best)
+
+    def _follow(self, best: Incumbent, states: list[Residency], deadline: float) -> None:
+        """Improve walks that follow the points of which most is proved, in turn."""
+        numbers = sorted(self._points, key=lambda number: -self._proved[number])[:FOLLOWED]
+        following = [
+            walks(self._programs[n][0], self._points[n], best.budget_bytes, deadline=deadline)
+            for n in numbers
+        ]
+        for orders in zip_longest(*following):
+            for order in filter(None, orders):
+                if best.gap_ns <= self._enough_ns or time.perf_counter() > deadline:
+                    return
+                fresh: list[Residency] = []
+                self._begin(order, best, fresh, deadline)
+                self._improve(fresh, best, deadline, patience=2)
+                states += fresh
 
     def _integer(
         self,

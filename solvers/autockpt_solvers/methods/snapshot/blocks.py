@@ -5,12 +5,13 @@ cross from one side to the other, as between the layers of a transformer; neighb
 are the *blocks*. They are joined further where the program's answer takes from a neighbour what it
 neither holds nor makes there (``SnapshotProgram.borrowed``). The backward passes through the
 segments in turn; of each such *phase* the operation at which its own bytes peak is a *snapshot*,
-and so is the first operation.
+and so is the first operation. Further ones follow where the program's answer breaks the budget
+between two of them (``SnapshotProgram.overlooked``): near the minimum that decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,8 +25,10 @@ __all__ = [
     "joined",
     "layouts",
     "own_bytes",
+    "refined",
     "segments",
     "thinned",
+    "widened",
 ]
 
 # A storage below this part of the largest does not count as crossing a cut.
@@ -41,12 +44,16 @@ EVEN = 16
 FEW = 6
 
 
+# The name of choices whose blocks are joined where the program's answer borrows.
+JOINED = "joined"
+
+
 @dataclass(frozen=True)
 class Layout:
     """One choice of blocks and snapshots.
 
     Attributes:
-        name: for people.
+        name: where it comes from.
         block: for each forward operation its block.
         snapshots: backward operations, counted from the barrier.
     """
@@ -84,10 +91,22 @@ def finest(liveness: Liveness, groups: Sequence[Group]) -> Layout:
     return Layout("segments", tuple(_numbers(ends, liveness.problem.barrier)), snapshots)
 
 
+def widened(layout: Layout, liveness: Liveness, groups: Sequence[Group], per_block: int) -> Layout:
+    """Return a choice with so many segments to a block, and the same snapshots."""
+    count = liveness.problem.barrier
+    number = _numbers(_best_cut(count, groups), count)
+    return replace(layout, block=tuple(n // per_block for n in number))
+
+
 def joined(layout: Layout, links: Set[int]) -> Layout:
     """Return a choice whose blocks are joined with the next where their numbers are given."""
     number = {b: b - sum(link < b for link in links) for b in set(layout.block)}
-    return replace(layout, name="joined", block=tuple(number[b] for b in layout.block))
+    return replace(layout, name=JOINED, block=tuple(number[b] for b in layout.block))
+
+
+def refined(layout: Layout, offsets: Iterable[int]) -> Layout:
+    """Return a choice with more snapshots, at these backward operations."""
+    return replace(layout, snapshots=layout.snapshots | set(offsets))
 
 
 def thinned(layout: Layout, own: Sequence[int]) -> Layout:

@@ -43,6 +43,8 @@ from autockpt_solvers.on_demand import optional_operations
 
 __all__ = ["SnapshotProgram"]
 
+# Part of the budget that a point may use beyond it between snapshots.
+OVER = 5e-3
 # By how much more an input's reader may run again than the input is held.
 BORROWED = 0.1
 
@@ -93,12 +95,16 @@ class SnapshotProgram:
         self.arrays = self.program.arrays()
 
     @staticmethod
-    def size(stages: Stages, layout: Layout) -> int:
-        """Return about the number of columns that the program would have."""
+    def sizes(stages: Stages, layout: Layout) -> list[int]:
+        """Return about the numbers of columns that the program would have, by block."""
         window = windows(stages, layout)
-        makers = [group.producer for group in stages.groups] + 2 * list(stages.outputs)
-        blocks = (window.get(layout.block[index]) for index in makers)
-        return sum(high - low + 1 for low, high in filter(None, blocks))
+        columns = dict.fromkeys(window, 0)
+        for index in [group.producer for group in stages.groups] + 2 * list(stages.outputs):
+            b = layout.block[index]
+            if b in window:
+                low, high = window[b]
+                columns[b] += high - low + 1
+        return list(columns.values())
 
     def sides(self, budget_bytes: int) -> Floats:
         """Return the rows' upper sides at a budget."""
@@ -132,6 +138,51 @@ class SnapshotProgram:
                 if made - held > BORROWED:
                     blocks.update(range(min(block, own), max(block, own)))
         return blocks
+
+    def overlooked(self, values: Floats, budget_bytes: int) -> list[int]:
+        """Return the backward operations between snapshots at which a point breaks the budget.
+
+        Of each stage the worst. What a point holds at the end of a stage, and what the stage still
+        reads, is there all the while if the stage does not make it.
+        """
+        stages = self.stages
+        during, _ = stages.liveness.backward_bytes
+        reads = stages.liveness.demand.reads
+        size = [group.size_bytes for group in stages.groups]
+        worst: list[int] = []
+        first = 0
+        for k, end in enumerate(stages.ends):
+            made = [self._made(g, k, values) for g in range(len(size))]
+            held = [self._through(g, k, values, made[g]) for g in range(len(size))]
+            total = sum(share * weight for share, weight in zip(held, size, strict=True))
+            highest, where = budget_bytes * (1 + OVER), -1
+            for offset in range(end, first - 1, -1):
+                read = {stages.group_of[s] for s in reads[offset] if s in stages.group_of}
+                level = during[offset] + total + sum(size[g] * (1 - held[g]) for g in read)
+                if offset < end and level > highest:
+                    highest, where = level, offset
+                for g in read:
+                    more = max(1 - made[g] - held[g], 0.0)
+                    held[g] += more
+                    total += more * size[g]
+            if where >= 0:
+                worst.append(where)
+            first = end + 1
+        return worst
+
+    def held(self, g: int, k: int, values: Floats) -> float:
+        """Return how much of a group a point holds when a stage begins."""
+        column = self._at(g, k)
+        return 0.0 if column is None else float(values[column])
+
+    def _made(self, g: int, k: int, values: Floats) -> float:
+        """Return how much of a group a point makes in a stage."""
+        column = self.runs.get((self.stages.groups[g].producer, k))
+        return 0.0 if column is None else float(values[column])
+
+    def _through(self, g: int, k: int, values: Floats, made: float) -> float:
+        """Return how much of a group a point holds through a stage to its end."""
+        return max(self.held(g, k + 1, values) - made, 0.0)
 
     # ---------------------------------------------------------------- columns
 
