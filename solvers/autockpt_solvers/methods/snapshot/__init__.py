@@ -253,7 +253,7 @@ class Snapshots:
         left_s = deadline - time.perf_counter()
         points = [self._join(best, time.perf_counter() + JOINING * left_s)]
         numbers = sorted(self._programs, key=lambda number: self._proved.get(number, 0))
-        if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
+        if best.gap_ns > self._enough_ns:
             numbers[-2:] = [self._refine(number, best, deadline) for number in numbers[-2:]]
             numbers.sort(key=lambda number: self._proved.get(number, 0))
         for number in reversed(numbers):
