@@ -19,7 +19,15 @@ from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import eviction, exhaustive, greedy, snapshot
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.snapshot import Snapshots
-from autockpt_solvers.methods.snapshot.blocks import Layout, joined, layouts, thinned
+from autockpt_solvers.methods.snapshot.blocks import (
+    Layout,
+    joined,
+    layouts,
+    refined,
+    thinned,
+    widened,
+)
+from autockpt_solvers.methods.snapshot.following import walks
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
 from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
@@ -156,6 +164,52 @@ def test_blocks_that_borrow_are_joined():
         simulate(problem, stage_schedule(problem, order))
     found = eviction.solve(problem, best.budget_bytes)
     assert best.bound_ns <= found.extra_ns
+
+
+def relaxed(liveness, layout, budget):
+    """The program of a choice, and its relaxation's point and bound, in nanoseconds."""
+    stages = Stages(liveness, snapshots=layout.snapshots)
+    program = SnapshotProgram(stages, layout, budget / 1000)
+    relaxation = Relaxation(program.program, program.arrays)
+    result = relaxation.solve(program.sides(budget), time_limit_s=10)
+    return program, result.values, result.bound * program.cost_unit
+
+
+def test_snapshots_where_a_point_breaks_the_budget_say_more():
+    with gzip.open(GRAPHS / "resnet.json.gz", "rt") as file:
+        data = json.load(file)
+    problem, ((roomy, _),) = Problem.from_dict(data), data["optimal"]
+    budget = roomy * 3 // 4
+    liveness = Liveness(Demand(problem))
+    layout = Layout("example", (0,) * problem.barrier, frozenset({0}))
+    program, values, before = relaxed(liveness, layout, budget)
+    assert not program.overlooked(values, 2 * roomy)
+    for _ in range(2):
+        offsets = program.overlooked(values, budget)
+        assert offsets
+        assert not set(offsets) & set(program.stages.ends)
+        layout = refined(layout, offsets)
+        program, values, bound = relaxed(liveness, layout, budget)
+    assert bound > 1.05 * before
+    fitting = 0
+    for order in walks(program, values, budget, deadline=time.perf_counter() + 20):
+        trace = simulate(problem, stage_schedule(problem, order))
+        assert trace.peak_bytes <= budget
+        assert bound <= trace.extra_ns
+        fitting += 1
+    assert fitting > 1
+
+
+def test_blocks_are_widened():
+    with gzip.open(GRAPHS / "llama.json.gz", "rt") as file:
+        problem = Problem.from_dict(json.load(file))
+    liveness = Liveness(Demand(problem))
+    groups = Stages(liveness).groups
+    layout = layouts(liveness, groups)[0]
+    wider = widened(layout, liveness, groups, 4)
+    assert len(set(wider.block)) < len(set(layout.block))
+    assert list(wider.block) == sorted(wider.block)
+    assert wider.snapshots == layout.snapshots
 
 
 def test_rounded_points_are_schedules():
