@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import Floats, MipProcess, Relaxation
@@ -180,16 +180,20 @@ class Snapshots:
         fresh: list[Residency] = []
         for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
             self._begin(order, best, fresh, by(0.65))
-        self._improve(_distinct(fresh)[:WIDE], best, by(0.7), patience=1)
-        if best.gap_ns > far:
-            self._follow(best, fresh, by(0.85))
-        if best.gap_ns > GOOD * self.problem.baseline_cost_ns:
+        self._improve(
+            _distinct(fresh)[: WIDE if best.gap_ns <= far else 1], best, by(0.7), patience=1
+        )
+        if GOOD * self.problem.baseline_cost_ns < best.gap_ns <= far:
             for order in more(MORE * (deadline - time.perf_counter())):
                 self._begin(order, best, states, deadline)
-        self._improve(_unlike(states, best.bound_ns), best, by(0.85), patience=1)
+        if best.gap_ns <= far:
+            self._improve(_unlike(states, best.bound_ns), best, by(0.85), patience=1)
         states = _distinct([*states, *fresh])
         if best.gap_ns > self._enough_ns:
-            self._integer(states, best, by(0.9), say)
+            self._integer(states, best, by(0.9 if best.gap_ns <= far else 0.72), say)
+        if best.gap_ns > far:
+            say(f"{self._figures(best)}; walks")
+            self._follow(states, best, by(0.97))
         if best.gap_ns > self._enough_ns:
             self._wander(_distinct(states), best, deadline, say)
 
@@ -466,20 +470,21 @@ class Snapshots:
             )
             self._take(state, best)
 
-    def _follow(self, best: Incumbent, states: list[Residency], deadline: float) -> None:
-        """Improve walks that follow the points of which most is proved, in turn."""
+    def _follow(self, states: list[Residency], best: Incumbent, deadline: float) -> None:
+        """Improve walks that follow the points of which most is proved, and the cheapest state."""
         numbers = sorted(self._points, key=lambda number: -self._proved[number])[:FOLLOWED]
-        following = [
-            walks(self._programs[n][0], self._points[n], best.budget_bytes, deadline=deadline)
-            for n in numbers
-        ]
-        for orders in zip_longest(*following):
-            for order in filter(None, orders):
-                if best.gap_ns <= self._enough_ns or time.perf_counter() > deadline:
-                    return
+        points = [(self._programs[number][0], self._points[number]) for number in numbers]
+
+        def cheapest() -> Residency | None:
+            return min(states, key=lambda state: state.cost_ns, default=None)
+
+        for order in walks(points, best.budget_bytes, cheapest, deadline=deadline):
+            if best.gap_ns <= self._enough_ns or time.perf_counter() > deadline:
+                return
+            if order is not None:
                 fresh: list[Residency] = []
                 self._begin(order, best, fresh, deadline)
-                self._improve(fresh, best, deadline, patience=2)
+                self._improve(fresh, best, deadline, patience=1)
                 states += fresh
 
     def _integer(
