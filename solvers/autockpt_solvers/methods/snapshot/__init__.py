@@ -59,6 +59,8 @@ BRIEF = 1e-3
 GOOD = 3e-3
 # A gap at which walks follow the relaxation's points, and how many of these.
 OPEN, FOLLOWED = 3e-2, 2
+# Part of the time that programs with binaries then get.
+BRIEFLY = 0.07
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
@@ -180,9 +182,8 @@ class Snapshots:
         fresh: list[Residency] = []
         for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
             self._begin(order, best, fresh, by(0.65))
-        self._improve(
-            _distinct(fresh)[: WIDE if best.gap_ns <= far else 1], best, by(0.7), patience=1
-        )
+        if best.gap_ns <= far:
+            self._improve(_distinct(fresh)[:WIDE], best, by(0.7), patience=1)
         if GOOD * self.problem.baseline_cost_ns < best.gap_ns <= far:
             for order in more(MORE * (deadline - time.perf_counter())):
                 self._begin(order, best, states, deadline)
@@ -190,7 +191,10 @@ class Snapshots:
             self._improve(_unlike(states, best.bound_ns), best, by(0.85), patience=1)
         states = _distinct([*states, *fresh])
         if best.gap_ns > self._enough_ns:
-            self._integer(states, best, by(0.9 if best.gap_ns <= far else 0.72), say)
+            limit = by(0.9)
+            if best.gap_ns > far:  # the walks find more
+                limit = min(limit, time.perf_counter() + BRIEFLY * (deadline - started))
+            self._integer(states, best, limit, say)
         if best.gap_ns > far:
             say(f"{self._figures(best)}; walks")
             self._follow(states, best, by(0.97))

@@ -3,8 +3,8 @@
 Rounding a point breaks the budget between snapshots, and what is then made again to fit is chosen
 without the point. These walks fit all along: where an operation and its recomputations do not fit,
 the storages go first that cost little to miss and that the point does not hold either. Once there
-is a good schedule, walks go between it and the point, shaken, so that each is another start nearby
-(iterated greedy, after Ruiz and Stützle 2007).
+is a good schedule, most walks go between it and the point, shaken, so that each is another start
+nearby (iterated greedy, after Ruiz and Stützle 2007); some begin afresh.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import count
 
 from autockpt_solvers.highs import Floats
 from autockpt_solvers.methods.eviction import Eviction
@@ -44,16 +45,16 @@ def walks(
         deadline: ``time.perf_counter()`` at which walks are broken off.
     """
     rng = random.Random(0)
-    turn = 0
-    while points:
+    for turn in count() if points else ():
         walk = _Following(points[turn % len(points)])
-        turn += 1
         state = best()
-        if turn > 2 * len(points) and state is not None:
+        if turn < len(points) or state is None:
+            walk.floor = FLOORS[turn // len(points) % len(FLOORS)]
+        elif turn % 3:
             walk.state, walk.share = state, rng.choice(SHARES)
             walk.floor, walk.noise, walk.rng = rng.choice(FLOORS), rng.choice(NOISE), rng
-        else:
-            walk.floor = FLOORS[(turn - 1) // len(points) % len(FLOORS)]
+        else:  # from afresh
+            walk.floor, walk.noise, walk.rng = rng.choice(FLOORS), rng.choice(NOISE), rng
         yield walk.order(budget_bytes, deadline=deadline)
 
 
