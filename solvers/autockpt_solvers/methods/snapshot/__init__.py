@@ -58,7 +58,7 @@ CLOSE = 5e-4
 BRIEF = 1e-3
 GOOD = 3e-3
 # A gap at which walks follow the relaxation's points, and how many of these.
-OPEN, FOLLOWED = 3e-2, 2
+OPEN, FOLLOWED = 6e-2, 2
 # Part of the time that programs with binaries then get.
 BRIEFLY = 0.07
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
