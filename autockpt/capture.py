@@ -21,7 +21,7 @@ from autockpt import _torch
 from autockpt._torch import JointGraph
 from autockpt.copies import drop_copies
 from autockpt.out_of_memory import OutOfMemory
-from autockpt.tangents import assumed_absent, tensors, without_tangents
+from autockpt.tangents import assumed_absent, look_anew, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
 
 __all__ = ["Capture", "CapturedStorage", "capture", "read_joint", "traced", "training"]
@@ -117,6 +117,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
         _refuse_layout(node)
     absent = assumed_absent(joint) if absent is None else frozenset(absent)
     joint = without_tangents(joint, absent)
+    look_anew(joint.module)
     _drop_false_dependences(joint)
     drop_copies(joint)
     nodes = list(joint.module.graph.nodes)

@@ -36,6 +36,8 @@ _BATCH_NORMS = (
     aten._batch_norm_with_update_functional.default,
 )
 
+_NUMBERS = {torch.SymFloat: torch.float64, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
+
 
 def rewrite(
     formulation: Formulation, schedule: Schedule, also_save: Sequence[str] = ()
@@ -70,7 +72,7 @@ def rewrite(
     backward.run_all(schedule.steps[barrier:])
     gradients = [_value(backward, x) for x in joint.backward_outputs]
     for node in joint.module.graph.nodes:
-        if node.name in also_save:
+        if node.name in also_save or _key_name(("number", node)) in also_save:
             backward.stored(node)
     saved = _in_saving_order(list(backward.asked))
     backward.order(
@@ -135,7 +137,8 @@ def rewrite_backward(
 
 
 # What the backward can ask the forward for: a node of the joint graph, or ("state", node), the
-# generator's state before a random node, or ("old_value", primal).
+# generator's state before a random node, ("old_value", primal), or ("number", node), a number of
+# Python's as a tensor.
 _Key = fx.Node | tuple[str, fx.Node]
 
 
@@ -316,6 +319,30 @@ class _Writer:
             copy.meta["val"] = primal.meta["val"].clone()
         self.bound["old_value", primal] = copy
 
+    def _number_to_save(self, node: fx.Node) -> fx.Node:
+        """Return a number as a tensor: autograd saves nothing else."""
+        dtype = _number_type(node)
+        copy = self.graph.create_node(
+            "call_function",
+            aten.scalar_tensor.default,
+            (self.bound[node],),
+            {"dtype": dtype},
+            name=_key_name(("number", node)),
+        )
+        with _torch.fake_mode_of(self.capture.joint.module):
+            copy.meta["val"] = torch.empty((), dtype=dtype)
+        self.bound["number", node] = copy
+        return copy
+
+    def _saved_number(self, node: fx.Node) -> fx.Node:
+        saved = self.stored(("number", node))
+        number = self.graph.create_node(
+            "call_function", aten._local_scalar_dense.default, (saved,), name=node.name
+        )
+        number.meta = dict(node.meta)
+        self.bound[node] = number
+        return number
+
     def write(self, written: Sequence[fx.Node], values: Sequence[fx.Node]) -> None:
         """Write new values into inputs.
 
@@ -366,6 +393,10 @@ class _Writer:
         if key in self.bound:
             return self.bound[key]
         node = _meta_node(key)
+        if isinstance(key, fx.Node) and _number_type(key) and self.forward is not None:
+            return self._saved_number(key)
+        if self.forward is None and key == ("number", node):
+            return self._number_to_save(node)
         if node in self.capture.joint.tangents or node in self.capture.joint.backward_seeds:
             return self.placeholder(key, node.name, node.meta)
         if self.forward is None:
@@ -410,6 +441,12 @@ class _Writer:
         if self.proofs:
             self.graph.on_generate_code(lambda _: partial(_commented, self.proofs))
         return fx.GraphModule(self.capture.joint.module, self.graph)
+
+
+def _number_type(node: fx.Node) -> torch.dtype | None:
+    """The type of a tensor for the node's value; None where that is no number of Python's."""
+    value = node.meta.get("val")
+    return next((kind for number, kind in _NUMBERS.items() if isinstance(value, number)), None)
 
 
 def _is_statistic(value: fx.Node) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autockpt._torch import JointGraph, fake_mode_of, storage_key
+from autockpt._torch import JointGraph, fake_mode_of, getitem_index, storage_key
 
-__all__ = ["assumed_absent", "evaluate_anew", "tensors", "without_tangents"]
+__all__ = ["assumed_absent", "evaluate_anew", "look_anew", "tensors", "without_tangents"]
 
 aten = torch.ops.aten
 
@@ -126,6 +126,26 @@ def evaluate_anew(module: fx.GraphModule, node: fx.Node) -> None:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with fake_mode_of(module):
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def look_anew(module: fx.GraphModule) -> None:
+    """Have each view's fake value look at its input's memory.
+
+    Torch exchanges what computes with a number that varies, and leaves the views as they were.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and (getitem_index(node) is not None or _is_view(node)):
+            there = {storage_key(t) for source in node.all_input_nodes for t in tensors(source)}
+            if not there.issuperset(storage_key(t) for t in tensors(node)):
+                evaluate_anew(module, node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether what the operator returns is memory of its inputs'."""
+    schema = getattr(node.target, "_schema", None)
+    returns = schema.returns if schema is not None else ()
+    looks = any(result.alias_info is not None for result in returns)
+    return looks or node.target is aten._unsafe_view.default
 
 
 def _zeros(graph: fx.Graph, module: fx.GraphModule, before: fx.Node, like: fx.Node) -> fx.Node:

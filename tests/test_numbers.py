@@ -41,6 +41,10 @@ def branching(x: Tensor, number: float) -> Tensor:
 USES: dict[str, tuple[Use, int]] = {
     "in an expression": (lambda x, number: torch.tanh(x / number) * (2 * number - 1) ** 2, 2),
     "a branch": (branching, 3),
+    "a mixture": (
+        lambda x, t: functional.celu(x, t) + functional.hardtanh(x, -t, t) + x.clamp(-t, t),
+        7,
+    ),
     "a dropout": (lambda x, number: functional.dropout(x, number / 2), 7),
 }
 
@@ -74,7 +78,9 @@ def test_a_float_is_traced_as_a_number_that_varies(name: str) -> None:
         for mine, theirs in zip(step(model, number), step(plain, number), strict=True):
             torch.testing.assert_close(mine, theirs)
     model.zero_grad()
-    assert resident + measure_peak(lambda: step(model, 7) and None).delta_bytes <= budget
+    measured = resident + measure_peak(lambda: step(model, 7) and None).delta_bytes
+    assert measured <= budget
+    assert measured == pytest.approx(model.plan.peak_bytes, rel=0.01)
     if name == "a branch" and torch.__version__ < "2.12":
         return  # the trace holds for one value there
     assert model.plan.origin["captures"].startswith(f"{traces} of")
@@ -102,3 +108,35 @@ def test_it_varies_in_each_of_several_graphs() -> None:
             torch.testing.assert_close(mine, theirs)
         captures.append(model.autockpt._several.captures)
     assert captures[3] == captures[-1] > 1
+
+
+class Measured(nn.Module):
+    """Reads a number from a tensor, once in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("slope", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + functional.leaky_relu(layer(x), self.slope.item())  # type: ignore[operator]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("share", [None, 60])
+def test_a_number_of_a_tensor_is_there_in_the_backward(share: int | None) -> None:
+    plain, model = seeded(Measured), seeded(Measured)
+    peak = measure_peak(lambda: plain(X).backward()).delta_bytes
+    resident = resident_bytes(plain, (X,))
+    autockpt.optimize(model, share and resident + peak * share // 100, time_limit=1)
+    for number in range(4):
+        for one in (plain, model):
+            one.zero_grad()
+            one.slope.fill_(0.9**number)  # type: ignore[operator, union-attr]
+            loss = one(X)
+            one.slope.fill_(7.0)  # type: ignore[operator, union-attr]
+            loss.backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert model.plan.origin["captures"].startswith("1 of")

@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsNoVcCheckAOTOutput,
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+from torch.fx.experimental.symbolic_shapes import free_symbols, guard_scalar
 
 __all__ = [
     "JointGraph",
@@ -24,6 +25,8 @@ __all__ = [
     "joint_graph",
     "saved_descriptors",
 ]
+
+_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule, Watch]]
 
 def joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
     """Read a traced joint graph, of whose outputs the first are the forward's."""
+    _write_numbers_out(module.graph)
     forward, backward, forward_desc, backward_desc = _extract_fwd_bwd_outputs(
         module, num_fwd_outputs=num_fwd_outputs
     )
@@ -146,6 +150,18 @@ def joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
         tuple(written for written, _ in writes),
         tuple(value for _, value in writes),
     )
+
+
+def _write_numbers_out(graph: fx.Graph) -> None:
+    """Have the graph read constants for numbers that the trace holds for one value of.
+
+    Torch leaves those among its nodes that it has found to be constant before it looks for them.
+    """
+    for node in reversed(graph.nodes):
+        value = node.meta.get("val") if node.op == "call_function" else None
+        if isinstance(value, _NUMBERS) and not free_symbols(value):
+            node.replace_all_uses_with(guard_scalar(value))
+            graph.erase_node(node)
 
 
 def _take_writes(graph: fx.Graph, primals: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
