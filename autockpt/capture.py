@@ -24,11 +24,19 @@ from autockpt.out_of_memory import OutOfMemory
 from autockpt.tangents import assumed_absent, look_anew, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
 
-__all__ = ["Capture", "CapturedStorage", "capture", "read_joint", "traced", "training"]
+__all__ = [
+    "BATCH_NORM_BACKWARD",
+    "Capture",
+    "CapturedStorage",
+    "capture",
+    "read_joint",
+    "traced",
+    "training",
+]
 
 aten = torch.ops.aten
 
-_BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
+BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward.default, aten.batch_norm_backward.default)
 
 
 @dataclass(frozen=True)
@@ -268,7 +276,7 @@ def _drop_false_dependences(joint: JointGraph) -> None:
     In the traced graph it names their *updated* values; those would have to be kept.
     """
     for node in joint.module.graph.nodes:
-        if node.target in _BATCH_NORM_BACKWARD and node.args[7] is True:
+        if node.target in BATCH_NORM_BACKWARD and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 

@@ -4,7 +4,8 @@ This is the bridge between the two halves. It decides which operations may run a
 further run reads:
 
 - a random operation draws once; a further run replays the generator's saved state;
-- an operation that reads a buffer which the forward's end overwrites reads a copy of the old value;
+- an operation that reads a buffer which the forward's end overwrites reads a copy of the old value,
+  as does a further run of batch-norm in ``eval()``, whose statistics another forward may overwrite;
 - batch-norm runs again without its running statistics;
 - what the user holds, and what the user pinned with ``keep``, runs once.
 
@@ -44,7 +45,7 @@ class Role(Enum):
 
     NODE = "a node of the captured graph"
     STATE = "saves the generator's state for a random node"
-    OLD_VALUE = "copies an input that the forward's end overwrites"
+    OLD_VALUE = "copies an input that is overwritten before the backward"
     AROUND = "happens outside the captured graph"
 
 
@@ -101,7 +102,7 @@ class Formulation:
         capture: what it was made from.
         origins: for each operation of the problem where it comes from.
         states: random node -> storage of its saved generator state.
-        old_values: overwritten primal -> storage of the copy of its old value.
+        old_values: primal that is overwritten, or may be -> storage of the copy of its old value.
     """
 
     problem: Problem
@@ -120,6 +121,12 @@ _AGAIN: dict[Any, tuple[Any, tuple[int, ...], int]] = {
         3,
     ),
 }
+
+
+_EVALUATING_BATCH_NORMS = (
+    aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_no_update.default,
+)
 
 
 def again(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -212,7 +219,9 @@ class _Builder:
                     f"state_of_{node.name}", self.state_bytes, Origin(Role.STATE, node)
                 )
                 reads = (*reads, self.states[node])
-            stale = self._stale_inputs(again(node)[1:] if recomputable else ())
+            stale = (
+                self._stale_inputs(again(node)[1:]) | _statistics(node) if recomputable else set()
+            )
             for primal in sorted(
                 stale | self._stale_inputs(node.all_input_nodes), key=lambda p: p.name
             ):
@@ -593,3 +602,12 @@ def _same_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
             )
         )
     return gradient.is_contiguous()
+
+
+def _statistics(node: fx.Node) -> set[fx.Node]:
+    """The running statistics that a batch-norm in ``eval()`` normalises with.
+
+    A training forward writes new ones behind autograd's back: no write to them is ever refused.
+    """
+    read = node.args[3:5] if node.target in _EVALUATING_BATCH_NORMS else ()
+    return {primal for primal in read if isinstance(primal, fx.Node) and primal.op == "placeholder"}

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autockpt import _torch
-from autockpt.capture import Capture
+from autockpt.capture import BATCH_NORM_BACKWARD, Capture
 from autockpt.formulate import Formulation, Role, again
 from autockpt.inplace import in_place_call
 from autockpt.replay import generator_state, replay, state_bytes
@@ -72,8 +72,9 @@ def rewrite(
     backward.run_all(schedule.steps[barrier:])
     gradients = [_value(backward, x) for x in joint.backward_outputs]
     for node in joint.module.graph.nodes:
-        if node.name in also_save or _key_name(("number", node)) in also_save:
-            backward.stored(node)
+        for key in (node, ("old_value", node), ("number", node)):
+            if _key_name(key) in also_save:
+                backward.stored(key)
     saved = _in_saving_order(list(backward.asked))
     backward.order(
         [
@@ -257,7 +258,8 @@ class _Writer:
         if count:
             target, args, kwargs = again(node)
             made = operation.recompute_outputs
-        args = fx.node.map_arg(args, self.value)
+        read = self._as_it_is if target in BATCH_NORM_BACKWARD else self.value
+        args = fx.node.map_arg(args, read)
         kwargs = fx.node.map_arg(kwargs, self.value)
         if count and node in self.formulation.states:
             state = self.stored(("state", node))
@@ -308,7 +310,7 @@ class _Writer:
             state.meta["val"] = torch.empty(size, dtype=torch.uint8)
         self.bound["state", node] = state
 
-    def _old_value(self, primal: fx.Node) -> None:
+    def _old_value(self, primal: fx.Node) -> fx.Node:
         copy = self.graph.create_node(
             "call_function",
             torch.ops.aten.clone.default,
@@ -318,6 +320,7 @@ class _Writer:
         with _torch.fake_mode_of(self.capture.joint.module):
             copy.meta["val"] = primal.meta["val"].clone()
         self.bound["old_value", primal] = copy
+        return copy
 
     def _number_to_save(self, node: fx.Node) -> fx.Node:
         """Return a number as a tensor: autograd saves nothing else."""
@@ -380,6 +383,14 @@ class _Writer:
             return self._view(node)
         return self.stored(node)
 
+    def _as_it_is(self, node: fx.Node) -> fx.Node:
+        """Return an input that others may have written to by now; of the rest, :meth:`value`.
+
+        So eager's backward of a batch-norm in ``eval()`` reads the running statistics.
+        """
+        given = node in self.capture.joint.primals and node not in self.capture.stale
+        return self.stored(node) if given else self.value(node)
+
     def _check_there(self, node: fx.Node) -> None:
         for storage in self.capture.lives_in.get(node, ()):
             if storage in self.overwritten:
@@ -397,6 +408,8 @@ class _Writer:
             return self._saved_number(key)
         if self.forward is None and key == ("number", node):
             return self._number_to_save(node)
+        if self.forward is None and key == ("old_value", node):
+            return self._old_value(node)
         if node in self.capture.joint.tangents or node in self.capture.joint.backward_seeds:
             return self.placeholder(key, node.name, node.meta)
         if self.forward is None:

@@ -125,6 +125,31 @@ def test_the_plan_that_is_shown_is_that_of_the_last_forward() -> None:
     assert peaks[2] > peaks[3]
 
 
+def test_statistics_may_be_written_before_the_backward_that_normalises_with_them() -> None:
+    def normalising() -> nn.Module:
+        return nn.Sequential(
+            *(m for _ in range(4) for m in (nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Tanh()))
+        )
+
+    def evaluated_in_part(model: nn.Module) -> None:
+        for layer in list(model.children())[1:-3:3]:
+            layer.eval()
+        frozen = model(X)
+        (frozen * model.train()(Y)).mean().backward()
+
+    plain, model = seeded(normalising), seeded(normalising)
+    with pytest.raises(autockpt.InfeasibleBudget) as error:
+        autockpt.optimize(model, 1, example_inputs=(X,))
+    autockpt.optimize(model, error.value.minimum_bytes * 3 // 2, time_limit=1)
+    for _ in range(2):
+        for one in (plain, model):
+            one.zero_grad()
+            evaluated_in_part(one)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert any(g.made.plan.extra_time_s > 0 for g in model.autockpt.planner.graphs)
+
+
 def kept_for_another(model: nn.Module) -> None:
     """A step of two losses over one forward: the first backward keeps the graph."""
     hidden = model(X)
