@@ -123,6 +123,9 @@ _AGAIN: dict[Any, tuple[Any, tuple[int, ...], int]] = {
 }
 
 
+_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
+_NUMBER_BYTES = 8
+
 _EVALUATING_BATCH_NORMS = (
     aten._native_batch_norm_legit_no_training.default,
     aten._batch_norm_no_update.default,
@@ -254,6 +257,7 @@ class _Builder:
             barrier=barrier,
             resident_bytes=self.around.resident_bytes
             + self.around.beside_bytes
+            + self._number_bytes()
             + self.gradient_bytes,
             live_at_barrier=at_barrier,
             live_at_end=at_end,
@@ -264,6 +268,15 @@ class _Builder:
         )
 
     # -------------------------------------------------------------- parts
+
+    def _number_bytes(self) -> int:
+        """What numbers of Python's take that the backward may need: as tensors, on the CPU."""
+        operations = self.capture.operations
+        if not all(t.device.type == "cpu" for node in operations for t in tensors(node)):
+            return 0
+        read = {arg for node in operations if tensors(node) for arg in node.all_input_nodes}
+        numbers = [node for node in read if isinstance(node.meta.get("val"), _NUMBERS)]
+        return _NUMBER_BYTES * len(numbers)
 
     def _held_tangents(self) -> set[int]:
         """Gradients of outputs that live on: loss.backward() keeps the one it starts from.
