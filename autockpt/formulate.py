@@ -123,7 +123,6 @@ _AGAIN: dict[Any, tuple[Any, tuple[int, ...], int]] = {
 }
 
 
-_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _NUMBER_BYTES = 8
 
 _EVALUATING_BATCH_NORMS = (
@@ -275,7 +274,7 @@ class _Builder:
         if not all(t.device.type == "cpu" for node in operations for t in tensors(node)):
             return 0
         read = {arg for node in operations if tensors(node) for arg in node.all_input_nodes}
-        numbers = [node for node in read if isinstance(node.meta.get("val"), _NUMBERS)]
+        numbers = [node for node in read if isinstance(node.meta.get("val"), _torch.Number)]
         return _NUMBER_BYTES * len(numbers)
 
     def _held_tangents(self) -> set[int]:

@@ -266,7 +266,7 @@ class _StandIns:
             return tensor
         if isinstance(item, (list, tuple)):
             return type(item)(self._real(i, made) for i in item)
-        return item
+        return _torch.value_of(item) if isinstance(item, _torch.Number) else item
 
     def _tensor(self, fake: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
         key = _torch.storage_key(fake)

@@ -140,3 +140,25 @@ def test_a_number_of_a_tensor_is_there_in_the_backward(share: int | None) -> Non
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
     assert model.plan.origin["captures"].startswith("1 of")
+
+
+class Decaying(Annealed):
+    """Changes its number itself."""
+
+    def forward(self, x: Tensor, weight: float = 1.0) -> Tensor:
+        loss = super().forward(x, weight)
+        self.inner.temperature = self.inner.temperature * 0.97  # type: ignore[operator]
+        return loss
+
+
+def test_a_forward_may_change_its_own_number() -> None:
+    plain, model = (seeded(lambda: Decaying(USES["in an expression"][0])) for _ in range(2))
+    autockpt.optimize(model, None, time_limit=1)
+    for _ in range(6):
+        for one in (plain, model):
+            one.zero_grad()
+            one(X).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert model.inner.temperature == plain.inner.temperature
+    assert model.plan.origin["captures"].startswith("2 of")

@@ -72,7 +72,9 @@ from autockpt._torch.nodes import (
 )
 from autockpt._torch.numbers import (
     Floats,
+    Number,
     counters_of,
+    value_of,
 )
 from autockpt._torch.tracing import (
     SIGNATURES,
@@ -103,6 +105,7 @@ __all__ = [
     "Floats",
     "JointGraph",
     "NamedRange",
+    "Number",
     "OperatorMode",
     "StorageWeakRef",
     "Watch",
@@ -158,6 +161,7 @@ __all__ = [
     "tensors_anywhere",
     "unguarded",
     "user_error",
+    "value_of",
     "watched_step",
     "when_released",
     "while_tracing",

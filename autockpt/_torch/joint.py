@@ -17,6 +17,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 from torch.fx.experimental.symbolic_shapes import free_symbols, guard_scalar
 
+from autockpt._torch.numbers import Number
+
 __all__ = [
     "JointGraph",
     "Partition",
@@ -25,8 +27,6 @@ __all__ = [
     "joint_graph",
     "saved_descriptors",
 ]
-
-_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _write_numbers_out(graph: fx.Graph) -> None:
     """
     for node in reversed(graph.nodes):
         value = node.meta.get("val") if node.op == "call_function" else None
-        if isinstance(value, _NUMBERS) and not free_symbols(value):
+        if isinstance(value, Number) and not free_symbols(value):
             node.replace_all_uses_with(guard_scalar(value))
             graph.erase_node(node)
 

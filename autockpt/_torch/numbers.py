@@ -14,11 +14,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import builder
+from torch._functorch._aot_autograd import graph_compile
 
-__all__ = ["Floats", "counters_of"]
+__all__ = ["Floats", "Number", "counters_of", "value_of"]
+
+Number = torch.SymFloat | torch.SymInt | torch.SymBool
 
 
 def counters_of(model: nn.Module) -> dict[str, int]:
@@ -36,11 +40,17 @@ def counters_of(model: nn.Module) -> dict[str, int]:
     return found
 
 
+def value_of(number: Number) -> float:
+    """Return a value that a number of a trace may have, without holding the trace to it."""
+    known: Any = number.node.hint
+    return 1 if known is None else known
+
+
 class Floats:
     """The floats that the traces of one forward have read.
 
-    One that another trace finds changed varies from then on, where torch can make a tensor of it;
-    elsewhere (the p of a dropout) each value has its trace.
+    One that another trace finds changed varies from then on, where the operators that read it
+    take a number of a trace; elsewhere (the p of a dropout) each value has its trace.
 
     Attributes:
         found: whether the last trace has taken one for varying.
@@ -84,7 +94,9 @@ _TRACED = threading.local()  # the floats of what this thread traces
 def _watch_what_is_read() -> None:
     """See the floats that Dynamo reads: it asks there whether a number has changed.
 
-    Its own way of finding out is not to be had for numbers without that for shapes.
+    Its own way of finding out is not to be had for numbers without that for shapes. AOTAutograd
+    would make tensors of them and compute with these, where eager computes with numbers, and take
+    for constants what it finds no such operator for.
     """
     asked = vars(builder)["process_automatic_dynamic"]
 
@@ -97,3 +109,10 @@ def _watch_what_is_read() -> None:
         return dataclasses.replace(found, scalar=auto_dynamic) if varies else found
 
     vars(builder)[asked.__name__] = process_automatic_dynamic
+    made_tensors = vars(graph_compile)["tensorify_python_scalars"]
+
+    def tensorify_python_scalars(*args: Any, **options: Any) -> None:
+        if getattr(_TRACED, "floats", None) is None:
+            made_tensors(*args, **options)
+
+    vars(graph_compile)[made_tensors.__name__] = tensorify_python_scalars
