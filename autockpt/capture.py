@@ -273,11 +273,17 @@ def _needed_nodes(joint: JointGraph, nodes: list[fx.Node]) -> set[fx.Node]:
 def _drop_false_dependences(joint: JointGraph) -> None:
     """Let batch-norm's backward not read the running statistics, which it ignores in training.
 
-    In the traced graph it names their *updated* values; those would have to be kept.
+    In the traced graph it names their *updated* values; those would have to be kept. The trace
+    has it return a gradient of its input where none is asked for, too.
     """
     for node in joint.module.graph.nodes:
-        if node.target in BATCH_NORM_BACKWARD and node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
+        if node.target in BATCH_NORM_BACKWARD:
+            if node.args[7] is True:
+                node.args = (*node.args[:3], None, None, *node.args[5:])
+            returned = zip(node.meta["val"], node.args[9], strict=True)
+            node.meta["val"] = tuple(value if asked else None for value, asked in returned)
+            for pick in node.users:
+                pick.meta["val"] = node.meta["val"][pick.args[1]]
 
 
 def _refuse_layout(node: fx.Node) -> None:

@@ -103,6 +103,7 @@ class Formulation:
         origins: for each operation of the problem where it comes from.
         states: random node -> storage of its saved generator state.
         old_values: primal that is overwritten, or may be -> storage of the copy of its old value.
+        number_bytes: what numbers of Python's take that the backward may need.
     """
 
     problem: Problem
@@ -110,6 +111,7 @@ class Formulation:
     origins: tuple[Origin, ...]
     states: dict[fx.Node, int]
     old_values: dict[fx.Node, int]
+    number_bytes: int = 0
 
 
 # The operator a further run uses in the place of the first, the positions of the arguments it takes
@@ -263,13 +265,18 @@ class _Builder:
             name=self.name,
         )
         return Formulation(
-            self._pinned(problem), capture, tuple(self.origins), self.states, self.old_values
+            self._pinned(problem),
+            capture,
+            tuple(self.origins),
+            self.states,
+            self.old_values,
+            self._number_bytes(),
         )
 
     # -------------------------------------------------------------- parts
 
     def _number_bytes(self) -> int:
-        """What numbers of Python's take that the backward may need: as tensors, on the CPU."""
+        """What they take as tensors, on the CPU."""
         operations = self.capture.operations
         if not all(t.device.type == "cpu" for node in operations for t in tensors(node)):
             return 0

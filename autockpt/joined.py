@@ -149,7 +149,7 @@ class _Joiner:
             tuple(self.storages),
             tuple(self.operations),
             barrier,
-            resident_bytes,
+            resident_bytes + sum(member.formulation.number_bytes for member in self.members),
             live_at_barrier=frozenset(lasting & made_forward),
             live_at_end=frozenset(lasting),
             name=name,

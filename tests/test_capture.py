@@ -141,6 +141,15 @@ def test_the_backward_of_batch_norm_does_not_read_the_statistics() -> None:
     assert not set(node.all_input_nodes) & found.stale
 
 
+def test_a_gradient_that_batch_norm_is_not_asked_for_takes_no_memory() -> None:
+    found = captured(seeded(Counting), torch.ones(8, 16))
+    (node,) = [
+        n for n in found.operations[found.barrier :] if "batch_norm_backward" in str(n.target)
+    ]
+    assert node.args[9] == [False, True, True]
+    assert [found.storages[s].size_bytes for s in found.lives_in[node]] == [64, 64]
+
+
 class Unused(Classifier):
     """Computes what nobody needs."""
 
