@@ -244,7 +244,8 @@ class Several:
             output = self._root.run(args, kwargs)
         finally:
             self.inside = False
-        if self._reach_past() or any(part.is_to_change for part in self._all_parts()):
+        changing = (part for part in self._all_parts() if part.calls and part.is_to_change)
+        if self._reach_past() or any(changing):
             self._stop_recording()  # the coming steps will have other graphs
         if self.captures > captures and self._discarded < _DISCARDED:
             # Tracing holds on to tensors that a step without it lets go of.

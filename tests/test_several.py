@@ -142,6 +142,39 @@ def test_gradients_peak_and_prediction(build: type[nn.Module]) -> None:
         assert all(abs(peak - model.plan.peak_bytes) <= 0.01 * peak for peak in peaks)
 
 
+class Warming(nn.Module):
+    """Calls a module that is given up in the middle of a loop, in its first step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm, self.block = Blocks(), Branching()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        torch._dynamo.graph_break()
+        if self.steps == 1:
+            x = self.warm(x)
+        return self.block(x).square().mean()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branching() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_module_that_no_longer_runs_does_not_keep_the_step_from_being_planned() -> None:
+    model = autockpt.optimize(Warming(), None)
+    train(model, 8)
+    assert model.plan is not None
+
+
 class Checked(nn.Module):
     """Nearly all of it is one graph; what it returns is looked at behind."""
 
