@@ -252,13 +252,14 @@ class _Builder:
         at_end = frozenset((end | self.held | {self.loss_storage}) - {-1})
         if inplace:
             self._write_in_place(at_barrier | at_end)
+        number_bytes = self._number_bytes()
         problem = Problem(
             storages=tuple(self.storages),
             operations=tuple(self.operations),
             barrier=barrier,
             resident_bytes=self.around.resident_bytes
             + self.around.beside_bytes
-            + self._number_bytes()
+            + number_bytes
             + self.gradient_bytes,
             live_at_barrier=at_barrier,
             live_at_end=at_end,
@@ -270,7 +271,7 @@ class _Builder:
             tuple(self.origins),
             self.states,
             self.old_values,
-            self._number_bytes(),
+            number_bytes,
         )
 
     # -------------------------------------------------------------- parts

@@ -73,8 +73,7 @@ def held_bytes(plan: Plan) -> int:
 
     Their gradients, which wait while others run, are counted with the loss.
     """
-    trace = simulate(plan.problem, plan.schedule)
-    return trace.live_bytes[plan.schedule.steps.index(BARRIER)] - plan.problem.resident_bytes
+    return plan.trace.live_bytes[plan.schedule.steps.index(BARRIER)] - plan.problem.resident_bytes
 
 
 def kept_bytes(plan: Plan) -> int:

@@ -355,22 +355,26 @@ def _runnable(
     return run
 
 
+def _metadata() -> Any:
+    """What torch has noted of the graph that is compiled, and reads when it runs; None of none."""
+    context = TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
+
+
 def _give_no_buffer_away() -> None:
     """Keep torch from refusing retain_graph.
 
     It refuses where saved tensors may be donated to the backward. That is switched off here, but
     the None it leaves behind counts as donated; an empty list does not.
     """
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
         metadata.bw_donated_idxs = []
 
 
 def _count_no_writes() -> None:
     """Keep torch from raising the versions of inputs that a forward of ours writes: it does so."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     if metadata is not None:
         metadata.mutated_graph_handled_indices_seen_by_autograd = []
 

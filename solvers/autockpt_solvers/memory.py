@@ -175,7 +175,7 @@ def peak_keeping_graph(problem: Problem, schedule: Schedule) -> int:
     saved: set[int] | None = None  # what the backward has not let go of yet
     trace = simulate(problem, schedule)
     for position, (step, live) in enumerate(zip(schedule.steps, trace.live_bytes, strict=True)):
-        if not isinstance(step, (Compute, Free)):
+        if isinstance(step, Barrier):
             saved = set(live_storages(problem, schedule, position))
         elif saved is not None and isinstance(step, Free) and step.storage in saved:
             saved.remove(step.storage)

@@ -356,7 +356,7 @@ class Snapshots:
         return orders
 
     def _size(self, layout: Layout) -> int:
-        return sum(SnapshotProgram.sizes(Stages(self.liveness, snapshots=layout.snapshots), layout))
+        return sum(self._sizes(layout))
 
     def _refine(self, number: int, best: Incumbent, deadline: float) -> int:
         """Add snapshots to a choice where its point breaks the budget; return its number."""
@@ -386,10 +386,8 @@ class Snapshots:
             layout = widened(self._layouts[number], self.liveness, self.stages.groups, per_block)
             if len(set(layout.block)) >= len(set(self._layouts[number].block)):
                 break
-            if (
-                self._work(layout) <= WORK
-                and (wider := self._further(layout, best, deadline)) is not None
-            ):
+            wider = self._further(layout, best, deadline)
+            if wider is not None:
                 return self._cut(wider, best, deadline)
         return iter(())
 
@@ -408,9 +406,11 @@ class Snapshots:
 
     def _work(self, layout: Layout) -> float:
         """Return a measure of the time that a relaxation takes: columns, by those of one block."""
-        stages = Stages(self.liveness, snapshots=layout.snapshots)
-        sizes = SnapshotProgram.sizes(stages, layout)
+        sizes = self._sizes(layout)
         return sum(sizes) * max(sizes, default=0)
+
+    def _sizes(self, layout: Layout) -> list[int]:
+        return SnapshotProgram.sizes(Stages(self.liveness, snapshots=layout.snapshots), layout)
 
     def _cut(
         self, number: int, best: Incumbent, deadline: float, rounds: int | None = None
