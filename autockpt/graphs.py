@@ -262,8 +262,9 @@ class Graph(_torch.Watch):
             gradients = self._run(run, args)
         else:
             if absent not in self._others:
+                planned = self.made.formulation, self.made.plan.schedule
                 self._others[absent] = _torch.boxed(
-                    unforeseen_backward(self.joint, absent, self.saved)
+                    unforeseen_backward(self.joint, absent, self.saved, planned)
                 )
             gradients = self._run(self._others[absent], args)
         if watched:
@@ -346,8 +347,8 @@ class Graph(_torch.Watch):
         released = tuple(ref is not None and ref.expired() for ref in self._outputs)
         if any(released):
             around = replace(around, released=released)
-        if self._before is not None and self._before[1] == absent:
-            around = _most(self._before[0], around)
+        if self._before is not None:
+            around, absent = _most(self._before[0], around), self._before[1] & absent
         self.found = (around, absent)
         self._tangents = []
         self._again = self._tracker is not None and _torch.keeps_graph()

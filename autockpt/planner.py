@@ -436,14 +436,19 @@ class Planner:
             if self.options.given is not None or (fit and len(kept) == len(members)):
                 return kept
 
-        limit_s = self.options.time_limit_s / 4  # many are solved
+        asked_s = self.options.time_limit_s
+        end = time.perf_counter() + asked_s
+
+        def share_s() -> float:
+            """Many are solved: each takes a part of what is left, and the last ones a little."""
+            return max((end - time.perf_counter()) / 4, asked_s / 100)
 
         def make(captured: Capture, around: Around, bounded: bool) -> Made:
             options = self.options if bounded else no_limit(self.options)
-            return self._make(captured, around, replace(options, time_limit_s=limit_s))
+            return self._make(captured, around, replace(options, time_limit_s=share_s()))
 
         elsewhere = {key: size for key, size in held.items() if key not in members}
-        planned = plan_together(members, elsewhere, make, self.budget_bytes, limit_s)
+        planned = plan_together(members, elsewhere, make, self.budget_bytes, share_s)
         highest = max((made.plan.peak_bytes for _, made in planned.values()), default=0)
         if self.budget_bytes is not None and highest > self.budget_bytes:
             self._warn_of_the_smallest(self.budget_bytes, highest)

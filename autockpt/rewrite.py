@@ -96,26 +96,25 @@ def rewrite(
     )
 
 
-def backward_needs(formulation: Formulation, backward: Sequence[int]) -> list[str]:
-    """Return the names of what a forward must save for a backward that runs these operations."""
+def backward_needs(formulation: Formulation, backward: Sequence[Compute]) -> list[str]:
+    """Return the names of what a forward must save for a backward of these runs."""
     forward = _Generous(())
     writer = _Writer(formulation, forward)
-    for operation in backward:
-        writer.run(operation)
+    writer.run_all(backward)
     for output in formulation.capture.joint.backward_outputs:
         _value(writer, output)
     return list(forward.saved)
 
 
 def rewrite_backward(
-    formulation: Formulation, backward: Sequence[int], saved: Sequence[fx.Node]
+    formulation: Formulation, backward: Sequence[Compute], saved: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """Return another backward graph behind a forward that is there already.
 
     Args:
         formulation: the step whose backward it is; its forward's nodes have the names of the
             forward that is there.
-        backward: the operations to run, in order.
+        backward: what to run, in order.
         saved: placeholders of what that forward saves, in its order.
 
     Raises:
@@ -123,8 +122,7 @@ def rewrite_backward(
     """
     joint = formulation.capture.joint
     writer = _Writer(formulation, _Saved(saved))
-    for operation in backward:
-        writer.run(operation)
+    writer.run_all(backward)
     gradients = [_value(writer, x) for x in joint.backward_outputs]
     by_name = {placeholder.name: placeholder for placeholder in writer.asked.values()}
     writer.order(

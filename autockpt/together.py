@@ -96,7 +96,7 @@ def plan_together(
     elsewhere: Held,
     make: Make,
     budget_bytes: int | None,
-    time_limit_s: float,
+    time_limit_s: Callable[[], float],
 ) -> dict[str, tuple[Around, Made]]:
     """Return a plan for each of the graphs, and what it takes to be around it.
 
@@ -106,7 +106,7 @@ def plan_together(
         make: plans one graph, within the budget or, where it is told False, without one.
         budget_bytes: what the peak of each may be. Where no plans are found that keep it, those
             with the lowest peak are returned.
-        time_limit_s: time to look for the smallest peak of a graph.
+        time_limit_s: returns the time there is to look for the smallest peak of a graph.
     """
     search = _Search(members, elsewhere, make, time_limit_s)
     most = search.judged(search.free)
@@ -129,7 +129,11 @@ def plan_together(
 
 class _Search:
     def __init__(
-        self, members: Mapping[str, Member], elsewhere: Held, make: Make, time_limit_s: float
+        self,
+        members: Mapping[str, Member],
+        elsewhere: Held,
+        make: Make,
+        time_limit_s: Callable[[], float],
     ) -> None:
         self.members = members
         self.elsewhere = elsewhere
@@ -141,7 +145,7 @@ class _Search:
     def minima(self) -> dict[str, Minimum]:
         """The smallest peak of each graph by itself: looked for once, it takes long."""
         return {
-            key: minimum(made.plan.problem, time_limit_s=self.time_limit_s)
+            key: minimum(made.plan.problem, time_limit_s=self.time_limit_s())
             for key, made in self.free.items()
         }
 
