@@ -307,8 +307,7 @@ def _refuse(node: fx.Node) -> None:
                 "cannot be planned. Replace it by an operation of fixed size "
                 "(torch.where instead of a boolean index, for instance)."
             )
-    varying = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymInt)]
-    if varying and tensors(node):
+    if tensors(node) and not _torch.computes_with_its_integers(node):
         raise CaptureError(
             f"{where}: {node.target} reads a number that varies from call to call, which is not "
             "planned for. Give it as a tensor."

@@ -206,9 +206,7 @@ class Handle:
         self._compiled: Callable[..., Any] | None = None
         self._several: Several | None = None
         self.planner.forget()
-        self._counters: frozenset[str] = frozenset()
-        self._counts = True
-        self._floats = _torch.Floats()
+        self._floats, self._integers = _torch.Floats(), _torch.Integers()
         self._begun, self._captures = False, 0
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
@@ -394,34 +392,29 @@ class Handle:
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the compiled forward, and compile it first where that is to be done.
 
-        A forward that counts its calls in Python would be traced anew at each of them. What a
-        forward has changed is taken for such a counter, and traced as a number that varies, as is
-        a float that has changed; where that cannot be planned, it is traced for each value.
+        A number of Python's that another trace finds changed is traced as one that varies; where
+        that cannot be planned, it is traced for each value.
         """
         traces = len(self.planner.graphs)
-        before = _torch.counters_of(self.model) if self._compiled is None else {}
         if self._compiled is None:
             self._compiled = _torch.compile_forward(
-                self.model, self._partition, self._floats, self._counters
+                self.model, self._partition, self._floats, self._integers
             )
         self.planner.started = time.perf_counter()
         try:
-            output = traced(self.model, self._compiled, args, kwargs)
+            return traced(self.model, self._compiled, args, kwargs)
         except OutOfMemory:
             raise
         except AutockptError:
-            if not self._counters and not self._floats.found:
+            if self._integers.varying:
+                self._integers.stay_constant()
+            elif self._floats.found:
+                self._floats.stay_constant()
+            else:
                 raise
-            self._counters, self._counts, self._compiled = frozenset(), False, None
-            self._floats.stay_constant()
+            self._compiled = None
             del self.planner.graphs[traces:]
             return self._traced(args, kwargs)
-        after = _torch.counters_of(self.model) if before and self._counts else {}
-        changed = {name for name, value in after.items() if before.get(name, value) != value}
-        if changed - self._counters:
-            self._counters |= changed
-            self._renew()
-        return output
 
     def _renew(self) -> None:
         """Have the forward compiled again; what is known of each graph spares the rest."""

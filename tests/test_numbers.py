@@ -162,3 +162,49 @@ def test_a_forward_may_change_its_own_number() -> None:
             torch.testing.assert_close(mine.grad, theirs.grad)
     assert model.inner.temperature == plain.inner.temperature
     assert model.plan.origin["captures"].startswith("2 of")
+
+
+class Counted(nn.Module):
+    """Reads whole numbers that the loop sets: one of its own, one of a layer's, and an argument."""
+
+    def __init__(self, use: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+        self.epoch = 0
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.layers[2].step = 0
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        for layer in self.layers:
+            x = x + self.use(layer(x), step)
+        return x.square().mean() * (1 + self.epoch) / (10 + self.layers[2].step)
+
+
+# How a whole number is used -> the traces that eight values of it take.
+INTEGER_USES: dict[str, tuple[Callable[[Tensor, int], Tensor], int]] = {
+    "in an expression": (lambda x, n: torch.tanh(x) * min(1.0, n / 5), 4),
+    "a branch": (lambda x, n: x.sin() if n > 4 else x.cos() * n, 4),
+    "a size": (lambda x, n: functional.pad(x[:, n:], (0, n)), 9),
+}
+
+
+@pytest.mark.parametrize("name", INTEGER_USES)
+def test_a_whole_number_that_the_loop_sets_varies(name: str) -> None:
+    use, most = INTEGER_USES[name]
+    plain, model = (seeded(lambda: Counted(use)) for _ in range(2))
+    resident = resident_bytes(plain, (X,))
+    peak = measure_peak(lambda: plain(X, step=7).backward()).delta_bytes
+    budget = resident + peak * 80 // 100
+    autockpt.optimize(model, budget, time_limit=1)
+    for number in range(1, 9):
+        for one in (plain, model):
+            one.zero_grad()
+            one.epoch, one.layers[2].step = number, 3 * number  # type: ignore[index,union-attr]
+            one(X, step=number).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    plain.zero_grad()
+    model.zero_grad()
+    measured = resident + measure_peak(lambda: model(X, step=8).backward()).delta_bytes
+    assert measured <= budget
+    assert int(model.plan.origin["captures"].split()[0]) <= most

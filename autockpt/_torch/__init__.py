@@ -63,6 +63,7 @@ from autockpt._torch.modes import (
     runs_elsewhere,
 )
 from autockpt._torch.nodes import (
+    computes_with_its_integers,
     fake_mode_of,
     getitem_index,
     is_operator,
@@ -72,8 +73,8 @@ from autockpt._torch.nodes import (
 )
 from autockpt._torch.numbers import (
     Floats,
+    Integers,
     Number,
-    counters_of,
     value_of,
 )
 from autockpt._torch.tracing import (
@@ -103,6 +104,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Floats",
+    "Integers",
     "JointGraph",
     "NamedRange",
     "Number",
@@ -120,8 +122,8 @@ __all__ = [
     "compile_pieces",
     "compiled_behind",
     "compiled_nodes",
+    "computes_with_its_integers",
     "copy_unnoticed",
-    "counters_of",
     "cuda_history",
     "failed_run",
     "fake_mode_of",

@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [
+    "computes_with_its_integers",
     "fake_mode_of",
     "getitem_index",
     "is_operator",
@@ -21,6 +22,9 @@ __all__ = [
     "user_frames",
 ]
 
+
+# What a schema says of an argument that an operator computes with, be it a number.
+_OPERANDS = ("number", "Optional[number]", "Tensor", "Optional[Tensor]")
 
 _HERE = str(Path(__file__).parent).replace("\\", "/") + "/"
 _USER_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
@@ -65,6 +69,18 @@ def is_operator(node: fx.Node) -> bool:
         "aten",
         "prims",
     )
+
+
+def computes_with_its_integers(node: fx.Node) -> bool:
+    """Return whether the whole numbers that vary are operands of the node: no sizes, no places."""
+    schema = getattr(node.target, "_schema", None)
+    taken = [] if schema is None else schema.arguments
+    given = {**dict(zip((a.name for a in taken), node.args, strict=False)), **node.kwargs}
+    operands = {a.name for a in taken if str(a.type) in _OPERANDS}
+    others = [value for name, value in given.items() if name not in operands]
+    read: list[fx.Node] = []
+    fx.node.map_arg(others if taken else [node.args, node.kwargs], read.append)
+    return not any(isinstance(source.meta.get("val"), torch.SymInt) for source in read)
 
 
 def getitem_index(node: fx.Node) -> int | None:

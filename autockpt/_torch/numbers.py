@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +21,63 @@ from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd import graph_compile
 
-__all__ = ["Floats", "Number", "counters_of", "value_of"]
+__all__ = ["Floats", "Integers", "Number", "value_of"]
 
 Number = torch.SymFloat | torch.SymInt | torch.SymBool
-
-
-def counters_of(model: nn.Module) -> dict[str, int]:
-    """Return the integers among the attributes of the model's modules, by Dynamo's name for them.
-
-    The name is a regular expression, since Dynamo writes submodules in several ways:
-    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
-    """
-    found = {}
-    for path, module in model.named_modules():
-        parts = [rf"\W+(__dict__\W+)?(_modules\W+)?{part}" for part in path.split(".") if part]
-        for name, value in vars(module).items():
-            if type(value) is int:
-                found[rf"L\['model'\]{''.join(parts)}\W+{name}$"] = value
-    return found
 
 
 def value_of(number: Number) -> float:
     """Return a value that a number of a trace may have, without holding the trace to it."""
     known: Any = number.node.hint
     return 1 if known is None else known
+
+
+class Integers:
+    """The whole numbers that one forward may read: its arguments, attributes of its modules.
+
+    One that another trace finds changed (calls that are counted, a step that the loop sets) varies
+    from then on, unless it is to stay constant.
+
+    Attributes:
+        varying: those that vary, as regular expressions of Dynamo's name for them.
+    """
+
+    def __init__(self) -> None:
+        self.varying: set[str] = set()
+        self._constant = False
+        self._found: dict[str, int] = {}
+
+    def look(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward is about to be traced."""
+        found = _integers_of(model)
+        found |= {rf"L\['args'\]\[{i}\]$": v for i, v in enumerate(args) if type(v) is int}
+        found |= {rf"L\['kwargs'\]\['{k}'\]$": v for k, v in kwargs.items() if type(v) is int}
+        if not self._constant:
+            self.varying.update(
+                name for name, value in found.items() if self._found.get(name, value) != value
+            )
+        self._found |= found
+
+    def stay_constant(self) -> None:
+        """Take all for constants from now on."""
+        self.varying, self._constant = set(), True
+
+
+def _integers_of(model: nn.Module) -> dict[str, int]:
+    """The integers among the attributes of the model's modules.
+
+    Dynamo writes submodules in several ways:
+    ``L['model'].__dict__['_modules']['blocks']._modules['0'].calls``.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        parts = [
+            rf"\W+(__dict__\W+)?(_modules\W+)?{re.escape(part)}" for part in path.split(".") if part
+        ]
+        for name, value in vars(module).items():
+            if type(value) is int:
+                found[rf"L\['model'\]{''.join(parts)}\W+{re.escape(name)}$"] = value
+    return found
 
 
 class Floats:

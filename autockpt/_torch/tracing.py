@@ -9,7 +9,7 @@ import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.nn.modules import module as modules
 from autockpt._torch.generated import boxed
 from autockpt._torch.joint import Partition, Watch, joint_graph
 from autockpt._torch.kernels import kernels_stay_whole
-from autockpt._torch.numbers import Floats
+from autockpt._torch.numbers import Floats, Integers
 
 __all__ = [
     "SIGNATURES",
@@ -55,7 +55,7 @@ def compile_forward(
     model: nn.Module,
     partition: Partition,
     floats: Floats | None = None,
-    counters: Collection[str] = (),
+    integers: Integers | None = None,
 ) -> Callable[..., Any]:
     """Return a callable that runs ``model`` like ``model(...)``, through ``partition``'s graphs.
 
@@ -63,8 +63,8 @@ def compile_forward(
     each graph that needs gradients ``partition`` is called once with the joint graph; a graph
     without gradients runs as it was traced.
 
-    ``floats`` are those that its traces have read. ``counters`` are names as :func:`counters_of`
-    gives them: a trace holds for any value of theirs, where otherwise it is made anew for each.
+    ``floats`` and ``integers`` are those that its traces have read. A trace holds for any value of
+    those that vary, where otherwise it is made anew for each.
 
     The traced function gets a code object of its own: Dynamo keeps its cache and its recompile
     limit per code object, so that models do not share them and dropping the callable drops them.
@@ -84,7 +84,7 @@ def compile_forward(
 
     backend = _Backend(partition)
     context: Any = torch._dynamo.optimize(backend.for_dynamo, nopython=True, dynamic=False)
-    context.callback = tracer = _Configured(context.callback, floats or Floats(), counters=counters)
+    context.callback = tracer = _Configured(context.callback, floats or Floats(), integers=integers)
     return _held(context(entry), backend, tracer)
 
 
@@ -249,11 +249,12 @@ class _Configured:
         floats: Floats,
         *,
         limit: int | None = None,
-        counters: Collection[str] = (),
+        integers: Integers | None = None,
         numbers: bool = True,
     ) -> None:
         self._torchdynamo_orig_backend = self.inner = inner
         self.floats = floats
+        self.integers = integers  # of a frame whose variables are a model and its arguments
         self.settings: dict[str, Any] = {
             # Hooks that come and go after the capture are guarded on.
             "skip_nnmodule_hook_guards": False,
@@ -263,16 +264,22 @@ class _Configured:
             "use_numpy_random_stream": True,
             "recompile_limit": limit or SIGNATURES,
             "capture_scalar_outputs": numbers,
-            "allow_unspec_int_on_nn_module": bool(counters),
         }
-        self.varying = ",".join(sorted(counters))
         self.made: list[weakref.ref[types.CodeType]] = []
 
     def __call__(self, frame: Any, cache_entry: Any, state: Any) -> ConvertFrameReturn:
-        varying: Any = compiler_config
+        varying: set[str] = set()
+        if self.integers is not None:
+            self.integers.look(**frame.f_locals)
+            varying = self.integers.varying
+        sources: Any = compiler_config
         with (
-            dynamo_config.patch(ignore_logging_functions=_said_once(), **self.settings),
-            varying.patch(dynamic_sources=self.varying),
+            dynamo_config.patch(
+                ignore_logging_functions=_said_once(),
+                allow_unspec_int_on_nn_module=bool(varying),
+                **self.settings,
+            ),
+            sources.patch(dynamic_sources=",".join(sorted(varying))),
             self.floats.watched(),
             _quiet(),
         ):
