@@ -824,6 +824,39 @@ def test_a_double_backward_is_refused_where_it_begins() -> None:
         gradient.square().sum().backward()
 
 
+class Seen(nn.Module):
+    """Returns a view of what its backward reads."""
+
+    def __init__(self, view: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.view = nn.Linear(16, 8), view
+
+    def forward(self, x: Tensor) -> Any:
+        return self.view(self.layer(x).sigmoid())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda h: h[:, :4], Tensor.t, lambda h: h.chunk(2), lambda h: (h.detach(), h[1])],
+    ids=["part", "transposed", "chunks", "detached"],
+)
+def test_writing_to_an_output_that_is_a_view_is_refused_as_in_eager(
+    view: Callable[[Tensor], Any],
+) -> None:
+    model, plain = seeded(lambda: Seen(view)), seeded(lambda: Seen(view))
+    autockpt.optimize(model, None)
+
+    def write_and_step(one: nn.Module) -> None:
+        output = one(mlp()[1])
+        parts = output if isinstance(output, tuple) else (output,)
+        parts[0].mul_(2)
+        parts[-1].square().sum().backward()
+
+    for one in (plain, model, model):
+        with pytest.raises(RuntimeError, match=r"modified( by an)? inplace"):
+            write_and_step(one)
+
+
 # ------------------------------------------------------------------ the user's modes
 
 

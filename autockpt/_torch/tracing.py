@@ -356,7 +356,7 @@ def _runnable(
     if "autockpt_forward" in module.meta:
         _count_no_writes()
         watch = watches[module.meta["autockpt_forward"]]
-        return _watched_forward(run, watch, module.meta["autockpt_outputs"])
+        return _watched_forward(run, watch, module.meta["autockpt_outputs"], _outputs_cut_loose())
     if "autockpt_backward" in module.meta:
         return _watched_backward(run, watches[module.meta["autockpt_backward"]])
     return run
@@ -386,6 +386,20 @@ def _count_no_writes() -> None:
         metadata.mutated_graph_handled_indices_seen_by_autograd = []
 
 
+def _outputs_cut_loose() -> list[int]:
+    """Keep torch from giving outputs that are views versions of their own; return which those are.
+
+    A user who writes to one writes to what the backward may read: as in eager, their versions must
+    tell.
+    """
+    metadata = _metadata()
+    if metadata is None or not metadata.num_unsafe_view_outputs:
+        return []
+    metadata.num_unsafe_view_outputs = 0
+    first = metadata.num_mutated_inp_runtime_indices
+    return [first + index for index in metadata.unsafe_view_out_indices]
+
+
 def _said_once() -> set[Callable[..., Any]]:
     """Logger methods such as ``warning_once``, which a trace may skip: they say a thing once."""
     methods = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
@@ -393,7 +407,7 @@ def _said_once() -> set[Callable[..., Any]]:
 
 
 def _watched_forward(
-    run: Callable[[list[Any]], Any], watch: Watch, count: int
+    run: Callable[[list[Any]], Any], watch: Watch, count: int, views: Sequence[int]
 ) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         watch.forward_begins(args)
@@ -403,7 +417,10 @@ def _watched_forward(
         # Autograd saves an input as the tensor object it is: after ``p.data = ...`` the backward
         # would read the new memory. A detached alias goes on to mean the memory of this forward.
         saved = [o.detach() if id(o) in inputs else o for o in outputs[count:]]
-        return (*outputs[:count], *saved)
+        user = list(outputs[:count])
+        for position in views:
+            user[position] = user[position].detach()  # no view to autograd, of the same version
+        return (*user, *saved)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
