@@ -260,6 +260,7 @@ class _Builder:
             resident_bytes=self.around.resident_bytes
             + self.around.beside_bytes
             + number_bytes
+            + self._state_bytes_in_case()
             + self.gradient_bytes,
             live_at_barrier=at_barrier,
             live_at_end=at_end,
@@ -284,6 +285,12 @@ class _Builder:
         read = {arg for node in operations if tensors(node) for arg in node.all_input_nodes}
         numbers = [node for node in read if isinstance(node.meta.get("val"), _torch.Number)]
         return _NUMBER_BYTES * len(numbers)
+
+    def _state_bytes_in_case(self) -> int:
+        """What saved states of the generator take that no schedule asks for."""
+        in_case = set(self.around.in_case)
+        random = (n for n in self.capture.operations if f"state_of_{n.name}" in in_case)
+        return self.state_bytes * sum(1 for _ in random)
 
     def _held_tangents(self) -> set[int]:
         """Gradients of outputs that live on: loss.backward() keeps the one it starts from.

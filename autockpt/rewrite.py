@@ -61,6 +61,7 @@ def rewrite(
         raise ScheduleError("the schedule frees a storage later than at its last use")
     joint = formulation.capture.joint
     forward = _Writer(formulation)
+    forward.also_save = frozenset(also_save)
     forward.order(
         [forward.placeholder(n, n.name, n.meta) for n in (*joint.primals, *joint.forward_seeds)]
     )
@@ -72,8 +73,8 @@ def rewrite(
     backward.run_all(schedule.steps[barrier:])
     gradients = [_value(backward, x) for x in joint.backward_outputs]
     for node in joint.module.graph.nodes:
-        for key in (node, ("old_value", node), ("number", node)):
-            if _key_name(key) in also_save:
+        for key in (node, ("state", node), ("old_value", node), ("number", node)):
+            if _key_name(key) in forward.also_save:
                 backward.stored(key)
     saved = _in_saving_order(list(backward.asked))
     backward.order(
@@ -184,6 +185,7 @@ class _Writer:
 
     Attributes:
         asked: for the backward, what it took from the forward -> its placeholder.
+        also_save: for the forward, names of what is saved although no schedule says so.
     """
 
     def __init__(self, formulation: Formulation, forward: _Writer | _Saved | None = None) -> None:
@@ -192,6 +194,7 @@ class _Writer:
         self.forward = forward
         self.graph = fx.Graph()
         self.asked: dict[_Key, fx.Node] = {}
+        self.also_save: frozenset[str] = frozenset()
         self.bound: dict[_Key, fx.Node] = {}
         self.viewed: dict[fx.Node, tuple[fx.Node, tuple[int, ...]]] = {}
         self.copies: dict[int, int] = {}  # storage -> number of the copy that names mean
@@ -249,6 +252,9 @@ class _Writer:
         before = isinstance(self.forward, _Saved) and index < self.formulation.problem.barrier
         count = self.runs.get(index, int(before))
         self.runs[index] = count + 1
+        state: _Key = ("state", node)
+        if state not in self.bound and _key_name(state) in self.also_save:
+            self._state(node)
         target: Any = node.target
         args: Any = node.args
         kwargs: Any = node.kwargs
@@ -260,8 +266,7 @@ class _Writer:
         args = fx.node.map_arg(args, read)
         kwargs = fx.node.map_arg(kwargs, self.value)
         if count and node in self.formulation.states:
-            state = self.stored(("state", node))
-            args = (state, tensors(node)[0].device, target, *args)
+            args = (self.stored(state), tensors(node)[0].device, target, *args)
             target = replay
         if over is not None:
             target, argument, keyword = in_place_call(self.capture, node, over)

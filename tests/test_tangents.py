@@ -126,6 +126,34 @@ def test_a_backward_that_no_plan_foresaw_recomputes_what_it_needs(model: type[nn
         assert_same(result, expected(model, name))
 
 
+class DrawingHeads(TwoHeads):
+    """Each head draws a mask of its own; one of them may end a graph."""
+
+    breaks = False
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.trunk:
+            x = functional.gelu(layer(x))
+        if self.breaks and x.sum().item() > 1e9:
+            x = x * 2
+        return self.first(functional.dropout(x, 0.3)), self.second(functional.dropout(x, 0.3))
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "several"])
+def test_heads_that_draw_may_take_turns(breaks: bool) -> None:
+    models = seeded(DrawingHeads), seeded(DrawingHeads)
+    for model in models:
+        model.breaks = breaks
+    optimised = autockpt.optimize(models[0], None)
+    for turn in (0, 0, 0, 1, 0, 1, 1):
+        one, other = (
+            run_step(model, (batch(),), loss_fn=lambda out, turn=turn: out[turn].sin().sum())
+            for model in models
+        )
+        assert_same(one, other)
+    assert optimised.plan is not None
+
+
 @pytest.mark.parametrize("model", LOSSES)
 def test_two_backwards_from_one_forward(model: type[nn.Module]) -> None:
     """First from one output, then from the other, adding up."""
