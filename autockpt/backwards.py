@@ -17,7 +17,7 @@ from torch import nn
 from autockpt import _torch
 from autockpt_solvers.errors import DoubleBackward, StaleInput
 
-__all__ = ["Versions", "guard_backward", "versions"]
+__all__ = ["Versions", "guard_backward", "refuse_double_backward", "versions"]
 
 Versions = list[tuple[weakref.ref[torch.Tensor], int]]
 
@@ -46,6 +46,11 @@ def guard_backward(model: nn.Module, node: Any, read: Versions) -> None:
     # The node lives in the user's graph: it must not keep the model alive.
     owner = weakref.ref(model)
     _torch.before_backward(node, _check(owner, read))
+    refuse_double_backward(node)
+
+
+def refuse_double_backward(node: Any) -> None:
+    """Let the backward of ``node`` raise ``DoubleBackward`` where it is differentiated itself."""
     _torch.on_double_backward(node, _refuse)
 
 

@@ -327,7 +327,8 @@ class Handle:
         failure = ""
         try:
             self.planner.inputs = (args, kwargs)
-            self._revise()
+            if not _torch.in_backward():  # the second run of a checkpoint has to be as the first
+                self._revise()
             output = self._traced(args, kwargs)
         except OutOfMemory:
             raise  # of the step, not of its planning
@@ -438,6 +439,12 @@ class Handle:
 
     def _run_several(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._several is not None
+        if _torch.in_checkpoint():
+            self.planner.warn(
+                "a model of several graphs runs without a plan inside torch.utils.checkpoint, "
+                "which computes all of it again. Call it outside of one, or without autockpt."
+            )
+            return self.model._call_impl(*args, **kwargs)
         self.planner.inputs = (args, kwargs)
         try:
             output = self._several(args, kwargs)

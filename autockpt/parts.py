@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autockpt import _torch
+from autockpt.backwards import refuse_double_backward
 from autockpt.capture import traced
 from autockpt_solvers.errors import CaptureError, InputError
 
@@ -95,8 +96,9 @@ class Part:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, under its graphs where the model trains."""
-        plain = _torch.is_traced() or not self.owner.inside
-        if plain or not torch.is_grad_enabled():
+        plain = _torch.is_traced() or not self.owner.inside or not torch.is_grad_enabled()
+        # A checkpoint of the user's runs it again in the backward, where it is plain.
+        if plain or _torch.in_checkpoint():
             return self.module._call_impl(*args, **kwargs)
         return self.run(args, kwargs)
 
@@ -123,6 +125,8 @@ class Part:
             except InputError:
                 break  # eager's own words
             self.ran.add(number)
+            for node in _torch.compiled_nodes(output):
+                refuse_double_backward(node)  # the forward itself may take gradients
             return output
         if self.mode is Mode.HALVES and len(args) == 1 and not kwargs:
             (value,) = args

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from autockpt import _torch
 from autockpt.accumulate import is_leaf
+from autockpt.backwards import refuse_double_backward
 from autockpt.capture import Capture, read_joint
 from autockpt.device import Device
 from autockpt.formulate import Around, Formulation
@@ -254,6 +255,7 @@ class Several:
         nodes = _torch.compiled_behind(output)
         for node in nodes:
             _torch.keep_missing_gradients(node)
+            refuse_double_backward(node)
         if self.recorder is not None:
             for node in _torch.nodes_of(output):
                 _torch.before_backward(node, self.recorder.backward_begins)
@@ -361,6 +363,8 @@ class Several:
         )
         stale: set[Part | None] = set()
         for number, (piece, member) in enumerate(zip(record.sequence, members, strict=True)):
+            if piece.key_in_step not in absent:
+                continue  # its backward did not run: it stays ready for one
             schedule = joined.own(plan.schedule, number, member.formulation)
             decided = self._with_less(piece.key_in_step, member.formulation, schedule)
             self._decided[piece.key_in_step] = decided

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autockpt
 from autockpt.flights import Beside, Flights
@@ -238,3 +239,31 @@ def test_only_what_a_backward_has_followed_is_planned_for() -> None:
     assert flights.seen == {"graph": [Beside(("graph", "graph"))]}
     held.clear()
     assert flights.open_keys() == ()
+
+
+def test_a_checkpoint_of_the_users_around_several_forwards() -> None:
+    """The second runs save what the first have, whatever the backwards between them show."""
+
+    def narrow() -> nn.Module:
+        wide = nn.Linear(DIM, 128), nn.Tanh(), nn.Dropout(0.2), nn.Linear(128, 128)
+        return nn.Sequential(*wide, nn.GELU(), nn.Linear(128, DIM))
+
+    def used(model: nn.Module) -> list[Tensor]:
+        for number in range(3):
+            model.zero_grad()
+            torch.manual_seed(number)
+            hidden = X[:64].clone().requires_grad_()
+            for _ in range(3):
+                hidden = checkpoint(model, hidden, use_reentrant=False)
+            hidden.square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    budget = 1
+    while True:
+        model = autockpt.optimize(seeded(narrow), budget, time_limit=1)
+        try:
+            found = used(model)
+            break
+        except autockpt.InfeasibleBudget as error:
+            budget = error.minimum_bytes
+    torch.testing.assert_close(found, used(seeded(narrow)))

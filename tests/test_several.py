@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autockpt
 from autockpt import CaptureError, InfeasibleBudget
@@ -173,6 +174,72 @@ def test_a_module_that_no_longer_runs_does_not_keep_the_step_from_being_planned(
     model = autockpt.optimize(Warming(), None)
     train(model, 8)
     assert model.plan is not None
+
+
+class Discarding(Flat):
+    """Calls a module for nothing, and then once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.first(x).sin().cos()
+        both = []
+        while len(both) < 2 and h.sum().item() < 1e9:  # given up by the tracer
+            both.append(self.inner(h))
+        return both[0 if self.calls > 6 else 1].square().mean()  # then the other one
+
+
+def test_a_graph_without_a_backward_stays_ready_for_one() -> None:
+    torch.manual_seed(0)
+    plain = Discarding()
+    expected = train(copy.deepcopy(plain), 8)
+    torch.testing.assert_close(train(autockpt.optimize(plain, None), 8), expected)
+
+
+class Checkpointing(nn.Module):
+    """Computes parts of itself again, by torch's own means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 16)]
+        self.inner, self.outer = nn.Sequential(*layers), nn.Sequential(*copy.deepcopy(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+    def inside(self, x: Tensor) -> Tensor:
+        """In a frame of its own, behind whose numbers the tracer does not go on."""
+        h = checkpoint(self.inner, x, use_reentrant=False)
+        if h.sum().item() > 1e9:
+            h = h * 2
+        return checkpoint(self.outer, h, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+def test_checkpoints_of_the_users(around: bool) -> None:
+    def used(model: nn.Module) -> list[Tensor]:
+        for number in range(5):
+            torch.manual_seed(number)
+            model.zero_grad()
+            x = torch.randn(32, 16)
+            (checkpoint(model, x, use_reentrant=False) if around else model(x)).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    torch.manual_seed(0)
+    plain = Checkpointing()
+    model = autockpt.optimize(copy.deepcopy(plain), None)
+    torch.testing.assert_close(used(model), used(plain))
+
+
+def test_a_double_backward_is_refused() -> None:
+    model, x = autockpt.optimize(Branching(), None), torch.randn(4, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(autockpt.DoubleBackward):
+        gradient.square().sum().backward()
 
 
 class Checked(nn.Module):

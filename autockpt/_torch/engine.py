@@ -17,6 +17,7 @@ __all__ = [
     "compiled_nodes",
     "has_gradient_hooks",
     "in_backward",
+    "in_checkpoint",
     "keep_missing_gradients",
     "keeps_graph",
     "leaves_of_running_node",
@@ -142,6 +143,15 @@ def when_released(node: Any, call: Callable[[], Any]) -> None:
 def in_backward() -> bool:
     """Return whether autograd is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_checkpoint() -> bool:
+    """Return whether this is a forward, or its second run, in a ``torch.utils.checkpoint``.
+
+    Of those that are not reentrant: they demand that the second run saves what the first did.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def keeps_graph() -> bool:
