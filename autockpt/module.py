@@ -335,7 +335,8 @@ class Handle:
         except AutockptError as error:
             if not begun:
                 raise_as_eager(model, args, kwargs, error)
-                if not (isinstance(error, CaptureError) and self._may_divide()):
+                in_trace = isinstance(error, CaptureError) or _fails_in_trace_alone(error)
+                if not (in_trace and self._may_divide()):
                     # Nothing fails silently, and no failure leaves the model changed.
                     self.detach()
                     raise
@@ -709,6 +710,12 @@ def _may_show(model: nn.Module, name: str) -> bool:
     value = model.__dict__.get(name)
     owner = getattr(value, "__self__", None)
     return not taken and (value is None or isinstance(value, Plan) or isinstance(owner, Handle))
+
+
+def _fails_in_trace_alone(error: AutockptError) -> bool:
+    """Whether an operator has refused its inputs, in a forward that runs: the model catches it."""
+    cause = error.__cause__
+    return isinstance(error, InputError) and cause is not None and _torch.is_operator_error(cause)
 
 
 def _read(joint: _torch.JointGraph) -> tuple[str, Capture]:

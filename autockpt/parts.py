@@ -122,8 +122,11 @@ class Part:
                     break  # these inputs only
                 self._divide(str(error))
                 continue
-            except InputError:
-                break  # eager's own words
+            except InputError as error:
+                output = self.module._call_impl(*args, **kwargs)  # eager's own words
+                if number not in self.ran:
+                    self._divide(str(error))  # it catches them
+                return output
             self.ran.add(number)
             for node in _torch.compiled_nodes(output):
                 refuse_double_backward(node)  # the forward itself may take gradients

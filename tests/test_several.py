@@ -235,6 +235,25 @@ def test_checkpoints_of_the_users(around: bool) -> None:
     torch.testing.assert_close(used(model), used(plain))
 
 
+class Catching(Branching):
+    """Tries what its layers refuse."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            h = self.second(x)
+        except RuntimeError:
+            h = self.first(x)
+        return self.second(h.tanh().sin()).square().mean()
+
+
+def test_a_model_may_catch_what_an_operator_refuses() -> None:
+    torch.manual_seed(0)
+    plain = Catching()
+    model = autockpt.optimize(copy.deepcopy(plain), None)
+    torch.testing.assert_close(train(model, 6), train(plain, 6))
+    assert model.plan is not None
+
+
 def test_a_double_backward_is_refused() -> None:
     model, x = autockpt.optimize(Branching(), None), torch.randn(4, 16, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
