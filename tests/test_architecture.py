@@ -23,6 +23,7 @@ ORDER = [
     "_torch.values",
     "_torch.nodes",
     "_torch.numbers",
+    "_torch.refused",
     "_torch.joint",
     "_torch.engine",
     "_torch.modes",

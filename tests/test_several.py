@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import random
 import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,6 +237,48 @@ def test_checkpoints_of_the_users(around: bool) -> None:
     plain = Checkpointing()
     model = autockpt.optimize(copy.deepcopy(plain), None)
     torch.testing.assert_close(used(model), used(plain))
+
+
+class Remembering(nn.Module):
+    """Its output depends on what its forwards have left in Python."""
+
+    def __init__(self, use: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.random, self.last, self.use = random.Random(3), deque(maxlen=2), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean() * self.use(self)
+
+
+def drawn(model: Any) -> float:
+    return model.random.random()
+
+
+def queued(model: Any) -> float:
+    model.last.append(len(model.last) + 0.5)
+    return sum(model.last)
+
+
+def counted(model: Any) -> int:
+    vars(model)["count"] = vars(model).get("count", 0) + 1
+    return model.count
+
+
+def listed(model: Any) -> int:
+    vars(model).setdefault("seen", []).append(1)
+    return len(model.seen)
+
+
+@pytest.mark.parametrize("use", [drawn, queued, counted, listed])
+def test_what_the_tracer_gets_wrong_runs_plainly(use: Callable[[Any], float]) -> None:
+    torch.manual_seed(0)
+    plain, x = Remembering(use), torch.randn(8, 16)
+    model = autockpt.optimize(copy.deepcopy(plain), None)
+    for _ in range(5):
+        losses = [one(x) for one in (model, plain)]
+        torch.testing.assert_close(*losses)
+        losses[0].backward()
 
 
 class Catching(Branching):

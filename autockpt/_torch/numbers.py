@@ -21,7 +21,7 @@ from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd import graph_compile
 
-__all__ = ["Floats", "Integers", "Number", "value_of"]
+__all__ = ["Floats", "Integers", "Number", "is_traced_by_us", "value_of"]
 
 Number = torch.SymFloat | torch.SymInt | torch.SymBool
 
@@ -124,6 +124,11 @@ class Floats:
 _TRACED = threading.local()  # the floats of what this thread traces
 
 
+def is_traced_by_us() -> bool:
+    """Return whether this thread traces one of our models, and not somebody else's."""
+    return getattr(_TRACED, "floats", None) is not None
+
+
 @functools.cache
 def _watch_what_is_read() -> None:
     """See the floats that Dynamo reads: it asks there whether a number has changed.
@@ -146,7 +151,7 @@ def _watch_what_is_read() -> None:
     made_tensors = vars(graph_compile)["tensorify_python_scalars"]
 
     def tensorify_python_scalars(*args: Any, **options: Any) -> None:
-        if getattr(_TRACED, "floats", None) is None:
+        if not is_traced_by_us():
             made_tensors(*args, **options)
 
     vars(graph_compile)[made_tensors.__name__] = tensorify_python_scalars

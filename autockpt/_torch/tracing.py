@@ -30,6 +30,7 @@ from autockpt._torch.generated import boxed
 from autockpt._torch.joint import Partition, Watch, joint_graph
 from autockpt._torch.kernels import kernels_stay_whole
 from autockpt._torch.numbers import Floats, Integers
+from autockpt._torch.refused import refuse_what_is_traced_wrongly
 
 __all__ = [
     "SIGNATURES",
@@ -273,6 +274,7 @@ class _Configured:
             self.integers.look(**frame.f_locals)
             varying = self.integers.varying
         sources: Any = compiler_config
+        refuse_what_is_traced_wrongly()
         with (
             dynamo_config.patch(
                 ignore_logging_functions=_said_once(),

@@ -1,0 +1,61 @@
+"""Refused: what Dynamo takes in and gets wrong. In our traces it ends a graph instead.
+
+A generator of Python's own that is not the global one would draw the same numbers at each forward,
+a queue of bounded length would grow beyond it, and what was not yet in an object's ``__dict__``
+would never be found there.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import builder, dicts
+
+from autockpt._torch.numbers import is_traced_by_us
+
+__all__ = ["refuse_what_is_traced_wrongly"]
+
+
+@functools.cache
+def refuse_what_is_traced_wrongly() -> None:
+    """Have Dynamo end a graph, in traces of ours, where it meets one of these."""
+    wrapped: Callable[..., Any] = vars(builder.VariableBuilder)["_wrap"]
+
+    def _wrap(self: Any, value: Any) -> Any:
+        if is_traced_by_us():
+            if isinstance(value, random.Random):
+                raise Unsupported("it draws from a generator of Python's other than the global one")
+            if isinstance(value, collections.deque) and value.maxlen is not None:
+                raise Unsupported("it uses a collections.deque with a maxlen")
+        return wrapped(self, value)
+
+    builder.VariableBuilder._wrap = _wrap  # type: ignore[method-assign]
+    of_objects: Any = vars(dicts).get("DunderDictVariable")  # of torch 2.13 and later
+    if of_objects is not None:
+        _refuse_what_is_absent(of_objects)
+
+
+def _refuse_what_is_absent(of_objects: Any) -> None:
+    """Do so where a trace asks an object's ``__dict__`` for a key, in one of two ways."""
+    guarded, called = of_objects.install_dict_contains_guard, of_objects.call_method
+
+    def check(there: Any, keys: list[Any]) -> None:
+        if is_traced_by_us() and keys and not there.contains(keys[0].as_python_constant()):
+            raise Unsupported("it asks an object's __dict__ for what is not in it")
+
+    def install_dict_contains_guard(self: Any, tx: Any, args: list[Any]) -> Any:
+        check(self, args)
+        return guarded(self, tx, args)
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if name in ("get", "setdefault", "pop"):
+            check(self, args)
+        return called(self, tx, name, args, kwargs)
+
+    of_objects.install_dict_contains_guard = install_dict_contains_guard
+    of_objects.call_method = call_method
