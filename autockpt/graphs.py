@@ -161,7 +161,7 @@ class Graph(_torch.Watch):
         self._sizes: list[int] = []
         self.ran = False
         self.read: Versions = []
-        self._others: dict[frozenset[int], Callable[[list[Any]], Any]] = {}
+        self._others: dict[tuple[frozenset[int], bool], Callable[[list[Any]], Any]] = {}
 
     def known(self) -> Known:
         """Return what is known of this graph, for compiling it again."""
@@ -254,6 +254,8 @@ class Graph(_torch.Watch):
         count = len(self.captured.joint.tangents)
         end = len(args) - len(self.captured.joint.backward_seeds)
         absent = frozenset(i for i in range(count) if args[end - count + i] is None)
+        if any(map(_torch.is_batched, args[end - count : end])):
+            return self._run(self._other(absent, batched=True), args)
         # A backward that keeps its graph is followed by another, after a loss of its own.
         watched = not self.settled and (self.found is None or self._again)
         if watched:
@@ -261,15 +263,21 @@ class Graph(_torch.Watch):
         if absent == self.captured.absent:
             gradients = self._run(run, args)
         else:
-            if absent not in self._others:
-                planned = self.made.formulation, self.made.plan.schedule
-                self._others[absent] = _torch.boxed(
-                    unforeseen_backward(self.joint, absent, self.saved, planned)
-                )
-            gradients = self._run(self._others[absent], args)
+            gradients = self._run(self._other(absent), args)
         if watched:
             self._see_what_is_left()
         return gradients
+
+    def _other(
+        self, absent: frozenset[int], *, batched: bool = False
+    ) -> Callable[[list[Any]], Any]:
+        """Return a backward that no plan has foreseen; with batched tangents nothing is written."""
+        if (absent, batched) not in self._others:
+            planned = None if batched else (self.made.formulation, self.made.plan.schedule)
+            self._others[absent, batched] = _torch.boxed(
+                unforeseen_backward(self.joint, absent, self.saved, planned)
+            )
+        return self._others[absent, batched]
 
     # -------------------------------------------------------------- watching the first step
 

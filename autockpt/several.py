@@ -490,7 +490,8 @@ class _Piece(Graph):
         tangents = slice(end - len(self.captured.joint.tangents), end)
         self.arrived = frozenset(i for i, t in enumerate(args[tangents]) if t is None)
         owner = self._owner()
-        if owner is None or owner.recorder is None:
+        batched = any(map(_torch.is_batched, args[tangents]))
+        if owner is None or owner.recorder is None or batched:
             return super().run_backward(run, args)
 
         def run_it(args: list[Any]) -> Any:

@@ -27,7 +27,7 @@ def unforeseen_backward(
     joint: JointGraph,
     absent: frozenset[int],
     saved: Sequence[fx.Node],
-    planned: tuple[Formulation, Schedule],
+    planned: tuple[Formulation, Schedule] | None,
 ) -> fx.GraphModule:
     """Return a backward for exactly these absent tangents, from these saved values.
 
@@ -35,14 +35,15 @@ def unforeseen_backward(
         joint: the joint graph.
         absent: positions of the tangents that do not arrive.
         saved: placeholders of what the forward saves, in its order.
-        planned: the step and the schedule that were planned.
+        planned: the step and the schedule that were planned; None to recompute at need and to
+            write over nothing.
 
     Raises:
         CaptureError: it needs a value that was neither saved nor may be computed again.
     """
     names = {node.name for node in saved}
     backward = _Backward(joint, absent, names)
-    runs = backward.as_planned(*planned)
+    runs = backward.on_demand() if planned is None else backward.as_planned(*planned)
     lacks = [n for n in backward_needs(backward.formulation, runs) if n not in names]
     if lacks:
         raise CaptureError(

@@ -154,6 +154,19 @@ def test_heads_that_draw_may_take_turns(breaks: bool) -> None:
     assert optimised.plan is not None
 
 
+def test_gradients_from_many_tangents_at_once() -> None:
+    def jacobian(model: nn.Module) -> tuple[Tensor, ...]:
+        output = model(batch())[1][:2, :4].reshape(-1)
+        weights = [layer.weight for layer in model.trunk]
+        return torch.autograd.grad(output, weights, torch.eye(8), is_grads_batched=True)
+
+    model = seeded(TwoHeads)
+    plan = nothing_kept(autockpt.plan(model, batch(), None))
+    autockpt.optimize(model, None, plan=plan)
+    for _ in range(2):
+        torch.testing.assert_close(jacobian(model), jacobian(seeded(TwoHeads)))
+
+
 @pytest.mark.parametrize("model", LOSSES)
 def test_two_backwards_from_one_forward(model: type[nn.Module]) -> None:
     """First from one output, then from the other, adding up."""

@@ -89,6 +89,7 @@ from autockpt._torch.tracing import (
 )
 from autockpt._torch.values import (
     copy_unnoticed,
+    is_batched,
     is_fake,
     map_tensors,
     storage_key,
@@ -134,6 +135,7 @@ __all__ = [
     "has_lazy_parameters",
     "in_backward",
     "in_checkpoint",
+    "is_batched",
     "is_fake",
     "is_operator",
     "is_operator_error",

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "copy_unnoticed",
+    "is_batched",
     "is_fake",
     "map_tensors",
     "storage_key",
@@ -37,6 +38,14 @@ def copy_unnoticed(written: list[torch.Tensor], values: list[torch.Tensor]) -> N
     """Write as a kernel writes that does not tell autograd, such as batch-norm's."""
     with _unsafe_preserve_version_counter(tuple(written)):
         torch._foreach_copy_(written, values)
+
+
+def is_batched(value: Any) -> bool:
+    """Return whether a value stands for many tensors, as under ``vmap``: it has no memory."""
+    kinds = torch._C._functorch
+    return isinstance(value, torch.Tensor) and (
+        kinds.is_batchedtensor(value) or kinds.is_legacy_batchedtensor(value)
+    )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
