@@ -308,6 +308,12 @@ def _refuse_unknown(name: str, value: Any, dim: int, samples: int) -> None:
         )
     if isinstance(value, list):
         _refuse_samples(name, value, dim, samples)
+    if not isinstance(value, Tensor) and samples in getattr(value, "shape", ())[dim : dim + 1]:
+        raise InputError(
+            f"{name} holds a {type(value).__name__} with {samples} entries, as many as the batch, "
+            "and only tensors are split. Pass a tensor (torch.from_numpy), or say "
+            f"split={{{name!r}: None}} to give it whole to every micro-batch."
+        )
     if isinstance(value, Tensor) or _items(value):
         for item in () if isinstance(value, Tensor) else _items(value):
             _refuse_unknown(name, item, dim, samples)

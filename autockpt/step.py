@@ -47,6 +47,15 @@ def check_accumulate(accumulate: Any) -> int | str:
     return checked
 
 
+def _check_options(scaler: Any, max_grad_norm: Any, through: Any) -> None:
+    if isinstance(max_grad_norm, str) or (max_grad_norm is not None and not max_grad_norm > 0):
+        raise InputError(f"max_grad_norm={max_grad_norm!r} must be a number above 0.")
+    if scaler is not None and not hasattr(scaler, "scale"):
+        raise InputError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or have its methods.")
+    if through is not None and not callable(through):
+        raise InputError(f"through={through!r} is called in the model's place, and cannot be.")
+
+
 @dataclass
 class _Window:
     """The micro-batches since the last optimizer step.
@@ -307,8 +316,7 @@ class Stepper:
         max_grad_norm: float | None,
         through: Callable[..., Any] | None,
     ) -> _Window:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise InputError(f"max_grad_norm={max_grad_norm!r} must be above 0.")
+        _check_options(scaler, max_grad_norm, through)
         if through is None:
             known = self._last_ranks
             through = known.call if known is not None and known.several else wrapper_of(self.model)

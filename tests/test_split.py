@@ -134,6 +134,7 @@ class Holder:
         ((X,), {"split": {"x": "rows"}}, "'items' or None"),
         ((X,), {"split": []}, "no argument is a tensor"),
         ((X, Holder(X)), {}, "not split"),
+        ((X, X.numpy()), {}, "ndarray with 4 entries"),
         ((X,), {"batch_dim": "rows"}, "number of a dimension"),
     ],
 )

@@ -615,8 +615,9 @@ def test_what_cannot_be_stepped_says_so_and_changes_nothing() -> None:
         model.micro_step(x, target=y, max_grad_norm=1.0)
     assert model.autockpt.open_micro_steps == 1
     model.autockpt.reset()
-    with pytest.raises(InputError, match="max_grad_norm"):
-        model.step(x, target=y, max_grad_norm=0.0)
+    for wrong in ({"max_grad_norm": 0.0}, {"max_grad_norm": "1"}, {"scaler": 2}, {"through": 3}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
+            model.step(x, target=y, **wrong)
     assert all(p.grad is None for p in model.parameters())
 
 
