@@ -269,6 +269,22 @@ def test_inputs_of_any_class_count() -> None:
     assert model.plan.problem.resident_bytes == inputs
 
 
+class Marked(Tensor):
+    """A tensor with a name of its own, as libraries for images have them."""
+
+
+def test_tensors_of_another_class_are_tensors() -> None:
+    model, plain = (seeded(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())) for _ in range(2))
+    autockpt.optimize(model, None)
+    for _ in range(2):
+        found, expected = (one(rows(64, 16).as_subclass(Marked)) for one in (model, plain))
+        assert type(found) is type(expected)
+        found.square().mean().backward()
+        expected.square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 class PartOfAView(nn.Module):
     """Its second output is a view with gaps, and so is the gradient that arrives for it."""
 

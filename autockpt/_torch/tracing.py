@@ -413,6 +413,7 @@ def _watched_forward(
 ) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         watch.forward_begins(args)
+        args[:] = map(_as_it_is_traced, args)
         inputs = {id(arg) for arg in args if isinstance(arg, torch.Tensor)}
         outputs = watch.run_forward(run, args)
         watch.forward_ends(outputs)
@@ -426,6 +427,18 @@ def _watched_forward(
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _as_it_is_traced(value: Any) -> Any:
+    """Return a tensor of a class that only says what functions do with it as a plain one.
+
+    Torch watches the first run for what operators return, and refuses classes it does not know.
+    """
+    kind = type(value)
+    if kind in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
+        return value
+    says = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return value if says else value.as_subclass(torch.Tensor)
 
 
 def _watched_backward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
