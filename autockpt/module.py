@@ -131,6 +131,8 @@ def optimize(
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InputError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer.")
     accumulate = check_accumulate(accumulate)
     if accumulate == AUTO and plan is not None:
         raise InputError("accumulate='auto' makes the plan: with plan=, give a number.")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -103,12 +104,17 @@ def options_of(
         parse_budget(budget, total_bytes=None)
     if solver != "auto" and solver not in METHODS:
         raise SolverError(f"solver={solver!r} is unknown; there are auto, {', '.join(METHODS)}.")
-    if not time_limit > 0:
+    if not isinstance(time_limit, Real) or not time_limit > 0:
         raise InputError(f"time_limit={time_limit!r} must be a number of seconds above 0.")
     for option, patterns in (("keep", keep), ("recompute", recompute)):
         if isinstance(patterns, str):
             raise PinError(f"{option} takes a sequence of patterns: {option}=[{patterns!r}].")
+        wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
+        if wrong:
+            raise PinError(f"{option} takes patterns of module paths, not {wrong[0]!r}.")
     loaded = Plan.load(given) if isinstance(given, (str, Path)) else given
+    if not isinstance(loaded, Plan | None):
+        raise InputError(f"plan={given!r} must be a Plan, or the path of a file of one.")
     pins = Pins(tuple(keep), tuple(recompute))
     return Options(budget, solver, float(time_limit), pins, loaded, fullgraph, inplace, arena)
 

@@ -655,7 +655,11 @@ def test_no_module() -> None:
         ({"solver": "magic"}, "solver='magic' is unknown"),
         ({"backend": "magic"}, "backend='magic' is unknown"),
         ({"time_limit": 0}, "time_limit=0"),
+        ({"time_limit": "1"}, "time_limit='1'"),
         ({"keep": "blocks"}, r"keep=\['blocks'\]"),
+        ({"keep": [3]}, "not 3"),
+        ({"plan": 3}, "plan=3"),
+        ({"optimizer": 3}, "optimizer=3"),
     ],
 )
 def test_an_option_without_meaning(options: dict[str, Any], message: str) -> None:

@@ -300,6 +300,22 @@ def test_a_model_may_catch_what_an_operator_refuses() -> None:
     assert model.plan is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*jit")
+def test_a_scripted_module_runs_plainly() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), torch.jit.script(nn.Linear(16, 8)), nn.Tanh())
+
+    plain, model = build(), autockpt.optimize(build(), None)
+    for number in range(4):
+        x = torch.randn(8, 16)
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=f"step {number}")
+
+
 def test_a_double_backward_is_refused() -> None:
     model, x = autockpt.optimize(Branching(), None), torch.randn(4, 16, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

@@ -459,7 +459,9 @@ def unguarded(model: nn.Module) -> Callable[[], list[Any]]:
     hooks = [value for name, value in vars(modules).items() if _GLOBAL_HOOKS.match(name)]
 
     def now() -> list[Any]:
-        return [*(cls.forward for cls in classes), *(h for one in hooks for h in one.values())]
+        # That of a scripted module's class is not to be had without a module.
+        forwards = (getattr(cls, "forward", None) for cls in classes)
+        return [*forwards, *(h for one in hooks for h in one.values())]
 
     return now
 
