@@ -1,8 +1,8 @@
 """Refused: what Dynamo takes in and gets wrong. In our traces it ends a graph instead.
 
 A generator of Python's own that is not the global one would draw the same numbers at each forward,
-a queue of bounded length would grow beyond it, and what was not yet in an object's ``__dict__``
-would never be found there.
+a queue of bounded length would grow beyond it, and what a forward first looks for in an object's
+``__dict__`` and then writes there would never be found.
 """
 
 from __future__ import annotations
@@ -41,20 +41,25 @@ def refuse_what_is_traced_wrongly() -> None:
 
 
 def _refuse_what_is_absent(of_objects: Any) -> None:
-    """Do so where a trace asks an object's ``__dict__`` for a key, in one of two ways."""
+    """Do so where a trace writes to an object's ``__dict__`` what it has asked for in vain."""
     guarded, called = of_objects.install_dict_contains_guard, of_objects.call_method
 
-    def check(there: Any, keys: list[Any]) -> None:
-        if is_traced_by_us() and keys and not there.contains(keys[0].as_python_constant()):
-            raise Unsupported("it asks an object's __dict__ for what is not in it")
+    def asked_in_vain(there: Any, keys: list[Any]) -> set[Any]:
+        asked: set[Any] = vars(there).setdefault("autockpt_asked", set())
+        if keys and not there.contains(keys[0].as_python_constant()):
+            asked.add(keys[0].as_python_constant())
+        return asked
 
     def install_dict_contains_guard(self: Any, tx: Any, args: list[Any]) -> Any:
-        check(self, args)
+        asked_in_vain(self, args)
         return guarded(self, tx, args)
 
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
-        if name in ("get", "setdefault", "pop"):
-            check(self, args)
+        if name in ("get", "setdefault"):
+            asked_in_vain(self, args)
+        writes = name in ("__setitem__", "setdefault") and is_traced_by_us()
+        if writes and args[0].as_python_constant() in asked_in_vain(self, []):
+            raise Unsupported("it writes to an object's __dict__ what was not in it")
         return called(self, tx, name, args, kwargs)
 
     of_objects.install_dict_contains_guard = install_dict_contains_guard
