@@ -131,8 +131,8 @@ def optimize(
         raise InputError(f"backend={backend!r} is unknown; there is 'eager'.")
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn is called with output and target; {loss_fn!r} cannot be.")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise InputError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer.")
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
     accumulate = check_accumulate(accumulate)
     if accumulate == AUTO and plan is not None:
         raise InputError("accumulate='auto' makes the plan: with plan=, give a number.")
@@ -153,6 +153,17 @@ def optimize(
     restore(model)
     handle.attach()
     return model
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise InputError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer.")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held and held.isdisjoint(map(id, model.parameters())):
+        raise InputError(
+            f"the {type(optimizer).__name__} has none of the model's parameters: it would train "
+            "nothing of it. Make it of model.parameters()."
+        )
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -660,6 +660,7 @@ def test_no_module() -> None:
         ({"keep": [3]}, "not 3"),
         ({"plan": 3}, "plan=3"),
         ({"optimizer": 3}, "optimizer=3"),
+        ({"optimizer": SGD([nn.Parameter(torch.ones(1))])}, "none of the model's parameters"),
     ],
 )
 def test_an_option_without_meaning(options: dict[str, Any], message: str) -> None:

@@ -46,20 +46,24 @@ def _refuse_what_is_absent(of_objects: Any) -> None:
 
     def asked_in_vain(there: Any, keys: list[Any]) -> set[Any]:
         asked: set[Any] = vars(there).setdefault("autockpt_asked", set())
-        if keys and not there.contains(keys[0].as_python_constant()):
-            asked.add(keys[0].as_python_constant())
+        asked.update(
+            key.as_python_constant()
+            for key in keys[:1]
+            if key.is_python_constant() and not there.contains(key.as_python_constant())
+        )
         return asked
 
     def install_dict_contains_guard(self: Any, tx: Any, args: list[Any]) -> Any:
-        asked_in_vain(self, args)
+        if is_traced_by_us():
+            asked_in_vain(self, args)
         return guarded(self, tx, args)
 
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
-        if name in ("get", "setdefault"):
-            asked_in_vain(self, args)
-        writes = name in ("__setitem__", "setdefault") and is_traced_by_us()
-        if writes and args[0].as_python_constant() in asked_in_vain(self, []):
-            raise Unsupported("it writes to an object's __dict__ what was not in it")
+        if is_traced_by_us():
+            asked = asked_in_vain(self, args if name in ("get", "setdefault") else [])
+            writes = name in ("__setitem__", "setdefault") and args[0].is_python_constant()
+            if writes and args[0].as_python_constant() in asked:
+                raise Unsupported("it writes to an object's __dict__ what was not in it")
         return called(self, tx, name, args, kwargs)
 
     of_objects.install_dict_contains_guard = install_dict_contains_guard

@@ -413,7 +413,8 @@ def _watched_forward(
 ) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         watch.forward_begins(args)
-        args[:] = map(_as_it_is_traced, args)
+        if not _PLAIN.issuperset(map(type, args)):
+            args[:] = map(_as_it_is_traced, args)
         inputs = {id(arg) for arg in args if isinstance(arg, torch.Tensor)}
         outputs = watch.run_forward(run, args)
         watch.forward_ends(outputs)
@@ -429,16 +430,18 @@ def _watched_forward(
     return call
 
 
+_PLAIN = {torch.Tensor, nn.Parameter}
+
+
 def _as_it_is_traced(value: Any) -> Any:
     """Return a tensor of a class that only says what functions do with it as a plain one.
 
     Torch watches the first run for what operators return, and refuses classes it does not know.
     """
-    kind = type(value)
-    if kind in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return value
-    says = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return value if says else value.as_subclass(torch.Tensor)
+    acts = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return value if acts else value.as_subclass(torch.Tensor)
 
 
 def _watched_backward(run: Callable[[list[Any]], Any], watch: Watch) -> Callable[[list[Any]], Any]:
