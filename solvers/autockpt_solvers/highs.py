@@ -53,6 +53,7 @@ __all__ = [
     "WholeModel",
     "run_mip",
     "safe_bound",
+    "signed",
     "solve_lp",
 ]
 
@@ -356,12 +357,10 @@ class Relaxation:
 def safe_bound(arrays: dict[str, Any], duals: Floats) -> float:
     """Return the bound that any dual vector proves: y'b + sum of min(0, reduced cost) * upper.
 
-    Weak duality over a box; what the solver says about itself does not enter. A dual of the
-    wrong sign for its row is set to 0.
+    Weak duality over a box; what the solver says about itself does not enter.
     """
     lower, upper = arrays["row_lower"], arrays["row_upper"]
-    y = np.where((duals > 0) & ~np.isfinite(lower), 0.0, duals)
-    y = np.where((y < 0) & ~np.isfinite(upper), 0.0, y)
+    y = signed(arrays, duals)
     rows = np.repeat(np.arange(len(lower)), np.diff(arrays["starts"]))
     weights = arrays["values"] * y[rows]
     reduced = arrays["cost"] - np.bincount(
@@ -370,6 +369,13 @@ def safe_bound(arrays: dict[str, Any], duals: Floats) -> float:
     finite = np.where(y > 0, lower, np.where(y < 0, upper, 0.0))
     box = np.where(reduced < 0, reduced * arrays["upper"], reduced * arrays["lower"])
     return float(y @ np.where(y == 0, 0.0, finite) + box.sum())
+
+
+def signed(arrays: dict[str, Any], duals: Floats) -> Floats:
+    """Return duals of the rows, 0 in place of those that have the wrong sign for their row."""
+    y = np.where((duals > 0) & ~np.isfinite(arrays["row_lower"]), 0.0, duals)
+    result: Floats = np.where((y < 0) & ~np.isfinite(arrays["row_upper"]), 0.0, y)
+    return result
 
 
 def run_mip(
@@ -429,12 +435,15 @@ class MipProcess:
 
     The program is sent once; each :meth:`solve` may change column bounds.
 
+    Args:
+        program: the program, or its arrays.
+
     Attributes:
         arrays: the program as it is sent.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.arrays = program.arrays()
+    def __init__(self, program: Program | dict[str, Any]) -> None:
+        self.arrays = program.arrays() if isinstance(program, Program) else program
         self._child: subprocess.Popen[bytes] | None = None
         self._messages: queue.Queue[Any] = queue.Queue()
 

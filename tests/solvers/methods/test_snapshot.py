@@ -33,6 +33,7 @@ from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
+from autockpt_solvers.methods.snapshot.spans import priced, span_bound, spans
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand, stage_schedule
 from autockpt_solvers.solution import whole_ns
 from random_problems import budgets, random_problem
@@ -131,6 +132,46 @@ def test_no_choice_of_blocks_and_snapshots_bounds_too_high():
                 assert exact.bound <= best / program.cost_unit * (1 + 1e-6) + 1e-4
     assert proved > 500
     assert cut > 1000
+
+
+def test_spans_with_binaries_bound_every_schedule_at_any_prices():
+    more = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        rng = np.random.default_rng(seed)
+        liveness = Liveness(Demand(problem))
+        budget = int(minimum(problem).peak_bytes * 1.05)
+        best = exhaustive.solve(problem, budget).extra_ns
+        every = frozenset(range(len(problem.operations) - problem.barrier))
+        layout = Layout("all", (0,) * problem.barrier, every)
+        program = SnapshotProgram(Stages(liveness, snapshots=every), layout, 10.0)
+        if not program.memory:
+            continue
+        relaxation = Relaxation(program.program, program.arrays)
+        result = relaxation.solve(program.sides(budget), time_limit_s=10)
+        tight = span_bound(
+            program,
+            relaxation.arrays,
+            result.duals,
+            result.values,
+            deadline=time.perf_counter() + 10,
+        )
+        assert tight >= result.bound - 1e-6
+        assert whole_ns(tight * program.cost_unit) <= best
+        more += tight > result.bound + 1e-3
+        duals = result.duals + rng.normal(size=len(result.duals))
+        for binaries in (1, 12):
+            span = spans(program, binaries)
+            divided = priced(relaxation.arrays, duals, span)
+            assert len(divided.pieces) == span.max() + 1
+            total = divided.rest
+            for piece, bound in zip(divided.pieces, divided.bounds, strict=True):
+                with MipProcess(piece) as process:
+                    exact = process.solve(time_limit_s=10, relative_gap=0)
+                assert exact.bound >= bound - 1e-6
+                total += exact.bound
+            assert whole_ns(total * program.cost_unit) <= best
+    assert more > 10
 
 
 def test_a_cut_is_short_of_one_where_it_is_violated():

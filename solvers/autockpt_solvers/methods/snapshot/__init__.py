@@ -40,6 +40,7 @@ from autockpt_solvers.methods.snapshot.paths import PathCuts
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
+from autockpt_solvers.methods.snapshot.spans import span_bound
 from autockpt_solvers.on_demand import Demand, needed_storages, on_demand
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution, whole_ns
@@ -59,8 +60,8 @@ BRIEF = 1e-3
 GOOD = 3e-3
 # A gap at which walks follow the relaxation's points, and how many of these.
 OPEN, FOLLOWED = 6e-2, 2
-# Part of the time that programs with binaries then get.
-BRIEFLY = 0.07
+# A gap at which spans of stages are solved with binaries, and until which part of the time.
+WIDE_OPEN, SPANS = 1e-2, 0.75
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
@@ -125,6 +126,7 @@ class Snapshots:
         self._programs: dict[int, tuple[SnapshotProgram, Relaxation]] = {}
         self._cuts: dict[int, PathCuts] = {}
         self._points: dict[int, Floats] = {}
+        self._duals: dict[int, Floats] = {}  # where there is a point
         self._proved: dict[int, float] = {}
         self._refined: set[int] = set()
         self._enough_ns = 0.0
@@ -190,11 +192,11 @@ class Snapshots:
         if best.gap_ns <= far:
             self._improve(_unlike(states, best.bound_ns), best, by(0.85), patience=1)
         states = _distinct([*states, *fresh])
-        if best.gap_ns > self._enough_ns:
-            limit = by(0.9)
-            if best.gap_ns > far:  # the walks find more
-                limit = min(limit, time.perf_counter() + BRIEFLY * (deadline - started))
-            self._integer(states, best, limit, say)
+        if best.gap_ns > WIDE_OPEN * self.problem.baseline_cost_ns:
+            say(f"{self._figures(best)}; spans with binaries")
+            self._spans(best, by(SPANS))
+        if self._enough_ns < best.gap_ns <= far:  # beyond, the walks find more
+            self._integer(states, best, by(0.9), say)
         if best.gap_ns > far:
             say(f"{self._figures(best)}; walks")
             self._follow(states, best, by(0.97))
@@ -321,7 +323,8 @@ class Snapshots:
         values = result.values
         if values is None:
             return iter(())
-        self._points[number] = values
+        assert result.duals is not None, "a solved relaxation has duals"
+        self._points[number], self._duals[number] = values, result.duals
         return (rounded(program, values, threshold) for threshold in THRESHOLDS)
 
     def _join(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
@@ -441,6 +444,15 @@ class Snapshots:
             worth = GAIN * min(best.gap_ns, self.problem.baseline_cost_ns)
             idle = 0 if best.bound_ns - before > worth else idle + 1
         return orders
+
+    def _spans(self, best: Incumbent, deadline: float) -> None:
+        """Prove more by the spans of the choice of which most is proved."""
+        number = max(self._points, key=lambda number: self._proved[number], default=None)
+        if number is not None:
+            program, relaxation = self._programs[number]
+            values, duals = self._points[number], self._duals[number]
+            bound = span_bound(program, relaxation.arrays, duals, values, deadline=deadline)
+            best.prove(whole_ns(bound * program.cost_unit))
 
     def _begin(
         self, order: Sequence[int], best: Incumbent, states: list[Residency], deadline: float

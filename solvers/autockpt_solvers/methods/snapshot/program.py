@@ -71,6 +71,7 @@ class SnapshotProgram:
         program: rows and columns.
         resident: column of ``S[g, k]``.
         runs: column of ``R[i, k]``.
+        later: column of ``Y[i, k]``.
         window: for each block the first and the last stage that reads it.
         memory: for each memory row the bytes that no column counts.
         cost_unit: nanoseconds per unit of the objective.
@@ -86,6 +87,7 @@ class SnapshotProgram:
         self.cost_unit = max(total, 1) / 1000
         self.resident: dict[tuple[int, int], int] = {}
         self.runs: dict[tuple[int, int], int] = {}
+        self.later: dict[tuple[int, int], int] = {}
         self.memory: dict[int, int] = {}
         self.window = windows(stages, layout)
         self._columns()
@@ -260,7 +262,7 @@ class SnapshotProgram:
         last_use: dict[int, int] = {}
         for k, used in enumerate(stages.uses):
             last_use.update(dict.fromkeys(used, k))
-        later: dict[tuple[int, int], int] = {}
+        later = self.later
         for index in sorted(stages.outputs):
             low, high = self.window.get(self.block[index], (0, -1))
             for k in range(low, high):
