@@ -29,7 +29,7 @@ from autockpt_solvers.methods.snapshot.blocks import (
 )
 from autockpt_solvers.methods.snapshot.following import walks
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
-from autockpt_solvers.methods.snapshot.paths import PathCuts
+from autockpt_solvers.methods.snapshot.paths import PathCuts, carried
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
@@ -172,6 +172,39 @@ def test_spans_with_binaries_bound_every_schedule_at_any_prices():
                 total += exact.bound
             assert whole_ns(total * program.cost_unit) <= best
     assert more > 10
+
+
+def test_cuts_hold_with_more_snapshots_and_wider_blocks():
+    taken = 0
+    for seed in range(100):
+        problem = random_problem(seed)
+        rng, noise = random.Random(seed), np.random.default_rng(seed)
+        liveness = Liveness(Demand(problem))
+        budget = minimum(problem).peak_bytes
+        best = exhaustive.solve(problem, budget).extra_ns
+        count, last = problem.barrier, len(problem.operations) - problem.barrier
+        for _ in range(3):
+            cuts = sorted(rng.sample(range(count), min(count, rng.randint(0, 4))))
+            block = tuple(sum(i >= cut for cut in cuts) for i in range(count))
+            picked = rng.sample(range(last), min(last, rng.randint(1, 4)))
+            coarse = Layout("coarse", block, frozenset(picked))
+            finer = refined(coarse, rng.sample(range(last), min(last, 3)))
+            finer = joined(finer, set(rng.sample(block, rng.randint(0, 1))))
+            before, after = (
+                SnapshotProgram(Stages(liveness, snapshots=layout.snapshots), layout, 10.0)
+                for layout in (coarse, finer)
+            )
+            if not after.memory:
+                continue
+            points = 0.3 * noise.random((3, len(before.program.variables)))
+            rows = [row for point in points for row in PathCuts(before).violated(point)]
+            relaxation = Relaxation(after.program, after.arrays)
+            relaxation.cover(carried(rows, before, after))
+            result = relaxation.solve(after.sides(budget), time_limit_s=10)
+            assert result.status == "optimal"
+            assert whole_ns(result.bound * after.cost_unit) <= best
+            taken += len(rows)
+    assert taken > 1000
 
 
 def test_a_cut_is_short_of_one_where_it_is_violated():

@@ -36,7 +36,7 @@ from autockpt_solvers.methods.snapshot.blocks import (
 )
 from autockpt_solvers.methods.snapshot.following import walks
 from autockpt_solvers.methods.snapshot.local_search import fit, improve, wander
-from autockpt_solvers.methods.snapshot.paths import PathCuts
+from autockpt_solvers.methods.snapshot.paths import PathCuts, carried
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 from autockpt_solvers.methods.snapshot.residency import Facts, Residency
 from autockpt_solvers.methods.snapshot.rounding import rounded
@@ -292,6 +292,7 @@ class Snapshots:
         *,
         hurry: bool = False,
         share: float = 0.5,
+        finer_than: int | None = None,
     ) -> Iterator[list[int]]:
         """Solve a relaxation; note its bound and return its rounded points, made when asked for.
 
@@ -308,7 +309,21 @@ class Snapshots:
             unit = max(int(self.liveness.forward_bytes.max(initial=1)), best.budget_bytes, 1)
             made = SnapshotProgram(stages, layout, unit / 1000)
             self._programs[number] = (made, Relaxation(made.program, made.arrays))
+            if finer_than is not None:
+                self._carry(finer_than, number)
         return self._solved(number, best, share * (deadline - time.perf_counter()))
+
+    def _carry(self, coarse: int, fine: int) -> None:
+        """Give a program the cuts of one that it refines or widens, those that bind there."""
+        before, relaxation = self._programs[coarse]
+        arrays, duals = relaxation.arrays, self._duals[coarse]
+        cuts = [
+            arrays["columns"][arrays["starts"][row] : arrays["starts"][row + 1]].tolist()
+            for row in range(len(before.arrays["row_lower"]), len(duals))
+            if duals[row] > 0
+        ]
+        after, relaxation = self._programs[fine]
+        relaxation.cover(carried(cuts, before, after))
 
     def _solved(self, number: int, best: Incumbent, limit_s: float) -> Iterator[list[int]]:
         """Solve a relaxation; note its bound and its point, return that rounded."""
@@ -371,7 +386,8 @@ class Snapshots:
             offsets = program.overlooked(self._points[number], best.budget_bytes)
             if not offsets:
                 break
-            finer = self._further(refined(self._layouts[number], offsets), best, deadline)
+            layout = refined(self._layouts[number], offsets)
+            finer = self._further(layout, number, best, deadline)
             if finer is None:
                 break
             if number >= self._choices:  # the finer one says more
@@ -389,19 +405,26 @@ class Snapshots:
             layout = widened(self._layouts[number], self.liveness, self.stages.groups, per_block)
             if len(set(layout.block)) >= len(set(self._layouts[number].block)):
                 break
-            wider = self._further(layout, best, deadline)
+            wider = self._further(layout, number, best, deadline)
             if wider is not None:
                 return self._cut(wider, best, deadline)
         return iter(())
 
-    def _further(self, layout: Layout, best: Incumbent, deadline: float) -> int | None:
-        """Solve the relaxation of one more choice; return its number, or None without a point."""
+    def _further(self, layout: Layout, coarse: int, best: Incumbent, deadline: float) -> int | None:
+        """Solve the relaxation of one more choice; return its number, or None without a point.
+
+        Args:
+            layout: the choice; it refines or widens another.
+            coarse: the number of that one, which has a point.
+            best: changed in place.
+            deadline: ``time.perf_counter()`` at which to stop.
+        """
         left_s = deadline - time.perf_counter()
         if self._work(layout) > WORK or self._size(layout) > min(LARGE, left_s / LARGE_S):
             return None
         self._layouts.append(layout)
         number = len(self._layouts) - 1
-        self._relax(number, best, deadline, share=1.0)
+        self._relax(number, best, deadline, share=1.0, finer_than=coarse)
         if number in self._points:
             return number
         self._programs.pop(number, None)

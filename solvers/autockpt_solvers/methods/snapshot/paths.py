@@ -13,12 +13,14 @@ there, and so on down to i. With ``k1 = lo`` both S and R speak of the moment th
 before (:mod:`.program`), and the same holds. The closure rows of the program are those with
 ``k2 = hi``, taken together.
 
-The cuts do not depend on the budget. There are too many to state; the violated ones are found by
-a shortest path, with S for lengths, for all windows k1..k2 at once.
+The cuts do not depend on the budget, and hold for a program with more snapshots or wider blocks, of
+whose columns those of the same time are taken. There are too many to state; the violated ones are
+found by a shortest path, with S for lengths, for all windows k1..k2 at once.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from autockpt_solvers.highs import Floats
 from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 
-__all__ = ["PathCuts"]
+__all__ = ["PathCuts", "carried"]
 
 # How much a cut must be violated to be worth a row.
 VIOLATION = 0.05
@@ -36,6 +38,37 @@ PER_OPERATION, APART = 2, 2
 # The windows of one operation that are looked at, the most violated first.
 LOOK = 12
 FAR = 9.0
+
+
+def carried(
+    cuts: Sequence[Sequence[int]], before: SnapshotProgram, after: SnapshotProgram
+) -> list[list[int]]:
+    """Return the columns of cuts of one program in another, whose choice refines or widens its.
+
+    Args:
+        cuts: their columns in the program before.
+        before: the program they were found for.
+        after: a program with all its snapshots, and of whose blocks each holds whole ones of it.
+    """
+    held = {column: key for key, column in before.resident.items()}
+    made = {column: key for key, column in before.runs.items()}
+    ends = after.stages.ends
+    first = [0, *(bisect_right(ends, end) for end in before.stages.ends)]
+    result: list[list[int]] = []
+    for cut in cuts:
+        columns: list[int] = []
+        for column in cut:
+            if column in held:
+                g, k = held[column]
+                # A block is first read in the last of the stages that one was divided into.
+                low, _ = after.window[after.block[after.stages.groups[g].producer]]
+                columns.append(after.resident[g, max(first[k], low)])
+            else:
+                index, k = made[column]
+                stages = range(first[k], first[k + 1])
+                columns += [after.runs[index, j] for j in stages if (index, j) in after.runs]
+        result.append(columns)
+    return result
 
 
 class PathCuts:

@@ -29,7 +29,7 @@ from autockpt_solvers.methods.snapshot.program import SnapshotProgram
 __all__ = ["Priced", "priced", "span_bound", "spans"]
 
 # Binaries of a span: with more it says more, and is seldom solved in time.
-BINARIES = 3000
+BINARIES = 2000
 
 
 @dataclass(frozen=True)
