@@ -61,7 +61,7 @@ GOOD = 3e-3
 # A gap at which walks follow the relaxation's points, and how many of these.
 OPEN, FOLLOWED = 6e-2, 2
 # A gap at which spans of stages are solved with binaries, and until which part of the time.
-WIDE_OPEN, SPANS = 1e-2, 0.75
+WIDE_OPEN, SPANS = 1e-2, 0.7
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
