@@ -219,6 +219,9 @@ def test_a_cut_is_short_of_one_where_it_is_violated():
             for columns in PathCuts(program).violated(values):
                 assert len(set(columns)) == len(columns)
                 assert values[columns].sum() < 1
+            # Where all run all the time nothing is violated, nor looked for in windows that end
+            # before they begin.
+            assert not PathCuts(program).violated(np.ones(len(values)))
 
 
 def test_blocks_that_borrow_are_joined():

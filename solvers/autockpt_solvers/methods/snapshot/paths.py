@@ -134,12 +134,14 @@ class _Block:
         """Return the columns of the block's cuts that a point violates."""
         length: dict[int, Floats] = {}
         cuts = []
+        backwards = self.stages[:, None] > self.stages[None, :]
         for index in reversed(self.operations):
             length[index] = np.minimum.reduce(
                 [self._beyond(g, length, values) for g in self.outputs[index]]
             )
             made = np.concatenate([[0.0], np.cumsum(np.maximum(values[self.runs[index]], 0.0))])
             missing = 1.0 - length[index] - (made[1:][None, :] - made[:-1][:, None])
+            missing[backwards] = -FAR  # however often the operation runs between
             taken: list[tuple[int, int]] = []
             for window in np.argsort(-missing, axis=None)[:LOOK]:
                 first, last = divmod(int(window), len(self.stages))
