@@ -20,7 +20,7 @@ Carried over to graphs by :mod:`autockpt_solvers.chain`. Its limits:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,12 +35,14 @@ from autockpt_solvers.on_demand import Demand, stage_schedule
 from autockpt_solvers.problem import Problem
 from autockpt_solvers.solution import Solution, measured
 
-__all__ = ["solve"]
+__all__ = ["orders", "solve"]
 
 # Units the budget is counted in.
 SLOTS = 400
 # The program is solved for this much more than the budget: its count of bytes is from above.
 HEADROOM = 1.15
+# Orders for other methods to start from are those of up to this much more, and of so many segments.
+LARGEST, FEWEST = 1.6, 6
 # Stands for no schedule; twice it and all costs together stay within 64 bits.
 NEVER = 1 << 60
 
@@ -77,6 +79,19 @@ def solve(problem: Problem, budget_bytes: int | None, *, time_limit_s: float = 6
         method="rotor",
         started=started,
     )
+
+
+def orders(liveness: Liveness, budget_bytes: int, count: int) -> Iterator[list[int]]:
+    """Yield backward orders of so many trees, from cheap in memory to cheap in time.
+
+    Most break the budget; none where the problem is hardly a chain.
+    """
+    chain = next(chains(liveness.demand), None)
+    if chain is None or len(chain.segments) < FEWEST:
+        return
+    trees = _Program(_Costs(liveness, chain), int(LARGEST * budget_bytes)).trees()
+    for number in range(min(count, len(trees))):
+        yield realise(chain, trees[number * len(trees) // min(count, len(trees))])
 
 
 def _cheapest(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from autockpt_solvers import SolverError, lower_bound, minimum, simulate, solve
 from autockpt_solvers.chain import Checkpoint, Save, chains, realise
+from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import exhaustive, rotor
 from autockpt_solvers.on_demand import Demand, stage_schedule
 from chain_problems import random_chain
@@ -24,6 +25,21 @@ def all_trees(start, end):
         for later in all_trees(middle, end):
             trees += [Checkpoint(middle, later, e) for e in all_trees(start, middle - 1)]
     return trees
+
+
+def test_orders_to_start_from_go_from_little_memory_to_little_time():
+    for seed in range(10):
+        problem = random_chain(seed, 12)
+        liveness = Liveness(Demand(problem))
+        budget = minimum(problem).peak_bytes * 5 // 4
+        traces = [
+            simulate(problem, stage_schedule(problem, order))
+            for order in rotor.orders(liveness, budget, 6)
+        ]
+        assert 1 < len(traces) <= 6
+        assert traces[0].peak_bytes < traces[-1].peak_bytes
+        assert traces[0].extra_ns > traces[-1].extra_ns
+        assert not list(rotor.orders(Liveness(Demand(random_chain(seed, 4))), budget, 6))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])

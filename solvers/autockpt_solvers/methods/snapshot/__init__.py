@@ -4,9 +4,10 @@ The relaxation (:mod:`.program`) bounds every schedule and says what to hold. It
 at a few thresholds (:mod:`.rounding`), beside walks that evict; each start is made to fit and
 improved by exchanges on exact peaks, the best one further by kicks (:mod:`.local_search`). Where
 much is open, blocks are joined and cuts added (:mod:`.paths`), which makes for better bounds and
-better starts. Finds several recomputations of one tensor where the budget is near the minimum. The
-search ends where the bound is met, or when kicks gain nothing for long. Near the minimum of
-convolutional graphs the bound stays far below what is found.
+better starts; spans of stages with binaries prove more (:mod:`.spans`), and schedules for chains
+with more memory, made to fit, are further starts. Finds several recomputations of one tensor where
+the budget is near the minimum. The search ends where the bound is met, or when kicks gain nothing
+for long. Near the minimum of convolutional graphs the bound stays far below what is found.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import Floats, MipProcess, Relaxation
 from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
-from autockpt_solvers.methods import keep_all
+from autockpt_solvers.methods import keep_all, rotor
 from autockpt_solvers.methods.eviction import PATIENCE, Eviction
 from autockpt_solvers.methods.ilp.stages import Stages
 from autockpt_solvers.methods.snapshot.blocks import (
@@ -60,6 +61,9 @@ BRIEF = 1e-3
 GOOD = 3e-3
 # A gap at which walks follow the relaxation's points, and how many of these.
 OPEN, FOLLOWED = 6e-2, 2
+# Schedules for chains to start from there, until which part of the time, and how many in a row
+# that gain nothing say that this is hardly a chain.
+CHAINS, CHAINED, HARDLY = 8, 0.3, 2
 # A gap at which spans of stages are solved with binaries, and until which part of the time.
 WIDE_OPEN, SPANS = 1e-2, 0.7
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
@@ -180,6 +184,8 @@ class Snapshots:
             self._improve(_distinct(states)[1:WIDE], best, by(0.2))
         if brief or best.gap_ns <= self._enough_ns:
             return
+        if best.gap_ns > far:
+            self._chained(states, best, by(CHAINED))
         say(f"{self._figures(best)}; joined blocks")
         fresh: list[Residency] = []
         for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
@@ -508,6 +514,19 @@ class Snapshots:
                 patience=patience,
             )
             self._take(state, best)
+
+    def _chained(self, states: list[Residency], best: Incumbent, deadline: float) -> None:
+        """Improve schedules for chains with more memory, made to fit."""
+        idle = 0
+        for order in rotor.orders(self.liveness, best.budget_bytes, CHAINS):
+            if time.perf_counter() > deadline or idle == HARDLY:
+                return
+            before = best.extra_ns
+            fresh: list[Residency] = []
+            self._begin(order, best, fresh, deadline)
+            self._improve(fresh, best, deadline, patience=1)
+            states += fresh
+            idle = 0 if best.extra_ns < before else idle + 1
 
     def _follow(self, states: list[Residency], best: Incumbent, deadline: float) -> None:
         """Improve walks that follow the points of which most is proved, and the cheapest state."""
