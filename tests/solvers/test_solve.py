@@ -143,4 +143,5 @@ def test_progress_says_what_is_tried():
         problem = random_problem(problem.resident_bytes + 6, most=20)
     budget = (minimum(problem).peak_bytes + solve(problem, None).peak_bytes) // 2
     solve(problem, budget, progress=lines.append)
-    assert any("program" in line for line in lines)
+    assert any("snapshots" in line for line in lines)
+    assert any("binaries" in line or "program" in line for line in lines), lines
