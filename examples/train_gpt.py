@@ -181,8 +181,6 @@ def run(args: argparse.Namespace) -> int:
     # Weights and optimizer state go on changing below, which is of no matter any more.
     measured = whole_step_peak(model, step, (ids, targets), optimizer, device=device)
     plan.save(out / "plan.json")
-    picture = out / "timeline.png"
-    draw_timeline(plan, picture, measured=measured)
     plain, plain_optimizer, plain_step = build()
     plain_step()  # the optimizer makes its state in the first step
     print("measuring", flush=True)
@@ -206,6 +204,8 @@ def run(args: argparse.Namespace) -> int:
         f"step time        {times['ours'].median_s:.3f} s with, {times['plain'].median_s:.3f} s "
         f"without: x{ratio:.3f} ± {spread:.3f} (predicted x{1 + plan.overhead:.3f})"
     )
+    picture = out / "timeline.png"
+    draw_timeline(plan, picture, measured=measured)
     print(f"written          {out / 'plan.json'}, {picture}")
     return 0 if within else 1
 
