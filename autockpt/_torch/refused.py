@@ -58,13 +58,27 @@ def _refuse_what_is_absent(of_objects: Any) -> None:
             asked_in_vain(self, args)
         return guarded(self, tx, args)
 
+    def check_write(there: Any, key: Any) -> None:
+        if key.is_python_constant() and key.as_python_constant() in asked_in_vain(there, []):
+            raise Unsupported("it writes to an object's __dict__ what was not in it")
+
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
         if is_traced_by_us():
-            asked = asked_in_vain(self, args if name in ("get", "setdefault") else [])
-            writes = name in ("__setitem__", "setdefault") and args[0].is_python_constant()
-            if writes and args[0].as_python_constant() in asked:
-                raise Unsupported("it writes to an object's __dict__ what was not in it")
+            if name in ("get", "setdefault"):
+                asked_in_vain(self, args)
+            if name in ("__setitem__", "setdefault"):
+                check_write(self, args[0])
         return called(self, tx, name, args, kwargs)
 
     of_objects.install_dict_contains_guard = install_dict_contains_guard
     of_objects.call_method = call_method
+    written: Any = getattr(of_objects, "mp_ass_subscript_impl", None)  # of torch 2.14 and later
+    if written is None:
+        return
+
+    def mp_ass_subscript_impl(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        if is_traced_by_us():
+            check_write(self, key)
+        return written(self, tx, key, value)
+
+    of_objects.mp_ass_subscript_impl = mp_ass_subscript_impl
