@@ -50,7 +50,7 @@ from autockpt.resident import (
 )
 from autockpt.rewrite import rewrite
 from autockpt.roofline import Modelled
-from autockpt.together import Member, gradient_bytes, held_bytes, kept_bytes, plan_together
+from autockpt.together import Member, gradient_bytes, kept_bytes, plan_together
 from autockpt.unforeseen import lacking
 from autockpt_solvers.errors import InfeasibleBudget, PlanMismatch
 from autockpt_solvers.plan import Plan
@@ -367,7 +367,7 @@ class Planner:
 
     def _held(self) -> dict[str, int]:
         """What an open forward of each graph holds."""
-        self._holds.update({graph.key: held_bytes(graph.made.plan) for graph in self.graphs})
+        self._holds.update({graph.key: graph.made.plan.trace.held_bytes for graph in self.graphs})
         return self._holds
 
     def _held_now(self) -> int:

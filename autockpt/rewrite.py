@@ -26,7 +26,7 @@ from autockpt.replay import generator_state, replay, state_bytes
 from autockpt.tangents import tensors
 from autockpt_solvers.decisions import why_in_place
 from autockpt_solvers.errors import ScheduleError
-from autockpt_solvers.schedule import BARRIER, Compute, Schedule, Step, free_early
+from autockpt_solvers.schedule import Compute, Schedule, Step, free_early
 
 __all__ = ["backward_needs", "rewrite", "rewrite_backward"]
 
@@ -65,7 +65,7 @@ def rewrite(
     forward.order(
         [forward.placeholder(n, n.name, n.meta) for n in (*joint.primals, *joint.forward_seeds)]
     )
-    barrier = schedule.steps.index(BARRIER)
+    barrier = schedule.barrier
     forward.run_all(schedule.steps[:barrier])
 
     # What the backward asks for while it is written is what the forward saves.

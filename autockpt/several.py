@@ -42,7 +42,7 @@ from autockpt_solvers.minimum import minimum
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.schedule import BARRIER, Schedule, free_early
+from autockpt_solvers.schedule import Schedule, free_early
 
 __all__ = ["Several"]
 
@@ -68,15 +68,14 @@ class _Weight:
     """What one graph takes of the memory under a schedule."""
 
     peak_bytes: int
-    kept_bytes: int  # between its forward and its backward
+    held_bytes: int  # between its forward and its backward
     gradient_bytes: int
 
     @classmethod
     def of(cls, problem: Problem, schedule: Schedule) -> _Weight:
         """Return what a graph takes under a schedule."""
         trace = simulate(problem, schedule)
-        kept = trace.live_bytes[schedule.steps.index(BARRIER)]
-        return cls(trace.peak_bytes, kept, _gradient_bytes(problem))
+        return cls(trace.peak_bytes, trace.held_bytes, _gradient_bytes(problem))
 
 
 def _gradient_bytes(problem: Problem) -> int:
@@ -203,8 +202,8 @@ class Several:
         if room_bytes is not None and weight.peak_bytes > room_bytes:
             smallest = minimum(problem, time_limit_s=self.options.time_limit_s).schedule
             other = _Weight.of(problem, smallest)
-            # What it keeps is missing to the others.
-            if weight.peak_bytes - other.peak_bytes > other.kept_bytes - weight.kept_bytes:
+            # What it holds is missing to the others.
+            if weight.peak_bytes - other.peak_bytes > other.held_bytes - weight.held_bytes:
                 return smallest, "smallest peak"
         return least, "least kept"
 
@@ -219,9 +218,9 @@ class Several:
         before = [self._weights[key] for key in self._running if key in self._weights]
         to_come = missing_gradient_bytes(self.model, self.device) - _gradient_bytes(problem)
         to_come -= sum(weight.gradient_bytes for weight in before)
-        kept = sum(weight.kept_bytes for weight in before)
+        held = sum(weight.held_bytes for weight in before)
         there = self.recorded if self.recorder is not None else self.around()
-        return budget_bytes - there.resident_bytes - kept - max(0, to_come)
+        return budget_bytes - there.resident_bytes - held - max(0, to_come)
 
     # -------------------------------------------------------------- a training forward
 
@@ -383,7 +382,7 @@ class Several:
         before = self._decided.get(key)
         if before is not None and before.schedule is not None and before.absent == absent:
             schedule = min(
-                (schedule, before.schedule), key=lambda one: _Weight.of(problem, one).kept_bytes
+                (schedule, before.schedule), key=lambda one: _Weight.of(problem, one).held_bytes
             )
         return _Decided(absent, schedule)
 
@@ -406,7 +405,7 @@ class Several:
         held: dict[tuple[str, int], int] = {}
         for key, weight in self._weights.items():
             if key[:2] not in here:
-                own = weight.kept_bytes + weight.gradient_bytes + self._reads[key]
+                own = weight.held_bytes + weight.gradient_bytes + self._reads[key]
                 held[key[:2]] = max(own, held.get(key[:2], 0))
         return sum(held.values())
 

@@ -24,9 +24,9 @@ from autockpt_solvers.minimum import Minimum, minimum
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
 from autockpt_solvers.problem import Problem
-from autockpt_solvers.schedule import BARRIER, Schedule
+from autockpt_solvers.schedule import Schedule
 
-__all__ = ["Member", "gradient_bytes", "held_bytes", "kept_bytes", "plan_together"]
+__all__ = ["Member", "gradient_bytes", "kept_bytes", "plan_together"]
 
 # Shares that are tried, and by how much of the range two of them differ at first.
 _SHARES = 7
@@ -66,14 +66,6 @@ class _Trial:
     @property
     def extra_s(self) -> float:
         return sum(one.plan.extra_time_s for one in self.made.values())
-
-
-def held_bytes(plan: Plan) -> int:
-    """Return what a forward holds between its end and its backward: what is kept, and its outputs.
-
-    Their gradients, which wait while others run, are counted with the loss.
-    """
-    return plan.trace.live_bytes[plan.schedule.steps.index(BARRIER)] - plan.problem.resident_bytes
 
 
 def kept_bytes(plan: Plan) -> int:
@@ -271,7 +263,7 @@ class _Search:
 
 
 def _held(made: Mapping[str, Made]) -> dict[str, int]:
-    return {key: held_bytes(one.plan) for key, one in made.items()}
+    return {key: one.plan.trace.held_bytes for key, one in made.items()}
 
 
 def _with_schedule(made: Made, schedule: Schedule, solver: str) -> Made:

@@ -18,7 +18,7 @@ from autockpt.formulate import Around, Formulation, Origin, Role, formulate
 from autockpt.profile import unmeasured
 from autockpt.rewrite import backward_needs, rewrite_backward
 from autockpt_solvers.errors import CaptureError
-from autockpt_solvers.schedule import BARRIER, Compute, Schedule
+from autockpt_solvers.schedule import Compute, Schedule
 
 __all__ = ["lacking", "unforeseen_backward"]
 
@@ -101,7 +101,7 @@ class _Backward:
         place = {index: position for position, index in enumerate(backward)}
         runs: list[Compute] = []
         done = 0
-        for step in schedule.steps[schedule.steps.index(BARRIER) :]:
+        for step in schedule.steps[schedule.barrier :]:
             if not isinstance(step, Compute):
                 continue
             index = own.get(_key(formulation.origins[step.operation]))

@@ -30,6 +30,7 @@ class Trace:
             included, resident bytes included); for a free or the barrier, after it.
         peak_bytes: the largest of them.
         peak_step: the first step of the schedule that reaches the peak.
+        held_bytes: what lies between the forward's end and the backward, without resident bytes.
         cost_ns: time of all runs, in nanoseconds.
         extra_ns: the part of it spent on runs after the first and on optional operations.
     """
@@ -37,6 +38,7 @@ class Trace:
     live_bytes: tuple[int, ...]
     peak_bytes: int
     peak_step: int
+    held_bytes: int
     cost_ns: int
     extra_ns: int
 
@@ -163,7 +165,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Trace:
         if storage not in resident:
             raise fail(end, f"{storages[storage].name} must live to the end")
     peak = max(live_bytes)
-    return Trace(tuple(live_bytes), peak, live_bytes.index(peak), cost, extra)
+    between = live_bytes[schedule.barrier] - problem.resident_bytes
+    return Trace(tuple(live_bytes), peak, live_bytes.index(peak), between, cost, extra)
 
 
 def peak_keeping_graph(problem: Problem, schedule: Schedule) -> int:

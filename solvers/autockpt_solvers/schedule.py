@@ -52,14 +52,19 @@ class Schedule:
     steps: tuple[Step, ...]
 
     @cached_property
+    def barrier(self) -> int:
+        """The position of the barrier."""
+        return self.steps.index(BARRIER)
+
+    @cached_property
     def forward_computes(self) -> tuple[int, ...]:
         """Operations run before the barrier, in order."""
-        return self._computes(self.steps[: self.steps.index(BARRIER)])
+        return self._computes(self.steps[: self.barrier])
 
     @cached_property
     def backward_computes(self) -> tuple[int, ...]:
         """Operations run after the barrier, in order."""
-        return self._computes(self.steps[self.steps.index(BARRIER) :])
+        return self._computes(self.steps[self.barrier :])
 
     @cached_property
     def runs(self) -> dict[int, int]:
