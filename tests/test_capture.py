@@ -223,6 +223,15 @@ def test_inputs_that_do_not_fit(args: tuple[Any, ...], kwargs: dict[str, Any]) -
         captured(mlp()[0], *args, **kwargs)
 
 
+def test_inputs_that_an_operation_refuses(capfd: pytest.CaptureFixture[str]) -> None:
+    """The error says what the operation says, and at which of the user's lines; nothing more."""
+    with pytest.raises(InputError, match=r"\.py, line \d+, in forward: RuntimeError: ") as caught:
+        captured(mlp()[0], torch.randn(2, 5))
+    assert "[2, 5]" in str(caught.value)
+    assert "ynamo" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

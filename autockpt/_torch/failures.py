@@ -35,6 +35,15 @@ __all__ = [
 ]
 
 
+# Lines of Dynamo's messages that speak to its developers, or of settings of torch.compile.
+_FOR_OTHERS = (
+    "Developer debug context",
+    "For more details about this graph break",
+    "report an issue",
+    "torch._dynamo",
+    "torch.compile",
+)
+
 # A line of generated code: addmm_3_again_1 = torch.ops.aten.addmm.default(...)
 _MADE = re.compile(r"\s*(\w+?)(?:_again_(\d+))?(?:\s*:[^=]*)?\s=\s")
 
@@ -72,14 +81,27 @@ def capture_failure(error: BaseException) -> str | None:
         return None
     text = str(error)
     reason = getattr(error, "msg", None) if isinstance(error, Unsupported) else None
+    inner: BaseException | None = None
     if isinstance(error, BackendCompilerFailed):
         inner = error.inner_exception
+    elif isinstance(error, TorchRuntimeError):
+        inner = _operators_own(error)
+    if inner is not None:
         reason = f"{type(inner).__name__}: {inner}"
     lines = [line for line in (reason or text).splitlines() if line.strip()]
+    lines = [line for line in lines if not any(word in line for word in _FOR_OTHERS)]
     head = "\n".join(lines[:6]) if lines else type(error).__name__
     frames = user_frames(text) or user_frames(str(getattr(error, "real_stack", "") or ""))
     where = f"{frames[-1][0]}, line {frames[-1][1]}, in {frames[-1][2]}" if frames else ""
     return f"{where}: {head}" if where else head
+
+
+def _operators_own(error: TorchRuntimeError) -> BaseException | None:
+    """What an operator raised where Dynamo tried it out, without what Dynamo says of it."""
+    seen: BaseException | None = error
+    while isinstance(seen, TorchDynamoException):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 def autograd_refusal(error: BaseException) -> RuntimeError | None:

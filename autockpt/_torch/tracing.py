@@ -166,19 +166,31 @@ class _OwnFrames:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the tracer from advice to those who compile: what it cannot trace is told otherwise."""
-    log = logging.getLogger("torch._dynamo")
-    level = log.level
-    if level in (logging.NOTSET, logging.WARNING):
-        log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
-            # It looks at the gradients of inputs, which may be no leaves.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-            yield
-    finally:
+    """Keep the tracer from advice to those who compile: what it cannot trace is told otherwise.
+
+    Nor does it print the operators that refuse their inputs: they end in an error that says so.
+    """
+    quieted = (("torch._dynamo", logging.ERROR), ("torch._subclasses", logging.CRITICAL))
+    with contextlib.ExitStack() as stack:
+        for name, level in quieted:
+            stack.enter_context(_at_least(logging.getLogger(name), level))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
+        # It looks at the gradients of inputs, which may be no leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
+
+
+@contextlib.contextmanager
+def _at_least(log: logging.Logger, level: int) -> Iterator[None]:
+    """Let a logger print less than by default; what the user has set otherwise stays."""
+    before = log.level
+    if before in (logging.NOTSET, logging.WARNING):
         log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextlib.contextmanager
