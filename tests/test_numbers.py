@@ -188,13 +188,14 @@ INTEGER_USES: dict[str, tuple[Callable[[Tensor, int], Tensor], int]] = {
 }
 
 
+@pytest.mark.parametrize("share", [80, 65])
 @pytest.mark.parametrize("name", INTEGER_USES)
-def test_a_whole_number_that_the_loop_sets_varies(name: str) -> None:
+def test_a_whole_number_that_the_loop_sets_varies(name: str, share: int) -> None:
     use, most = INTEGER_USES[name]
     plain, model = (seeded(lambda: Counted(use)) for _ in range(2))
     resident = resident_bytes(plain, (X,))
     peak = measure_peak(lambda: plain(X, step=7).backward()).delta_bytes
-    budget = resident + peak * 80 // 100
+    budget = resident + peak * share // 100
     autockpt.optimize(model, budget, time_limit=1)
     for number in range(1, 9):
         for one in (plain, model):
