@@ -7,7 +7,7 @@ kept or recomputed, each within its own backward, which alone reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -201,24 +201,29 @@ class _Joiner:
             if storage >= 0 and storage not in own and not known:
                 own[storage] = self._block(block, problem.storages[storage].size_bytes)
         gone = self._released(position, ())
-        handed_out = {self.blocks[b] for b in event.outputs if b in self.blocks}
+        # Torch before 2.13 holds the tangents while a backward runs.
+        till_its_end = {self.blocks[b] for b in (*event.outputs, *event.held) if b in self.blocks}
         start = len(self.operations)
-        first = [s for s in gone if s not in handed_out]
+        first = [s for s in gone if s not in till_its_end]
         self._outside(f"begin_of_{member.path or 'backward'}", first, (), 0, "begin")
         self.windows.append((None, (start,)))
         for local in problem.backward:
             if not problem.operations[local].outside:
-                self._node(number, local)
+                self._node(number, local, till_its_end)
         self.windows.append((number, ()))
         start = len(self.operations)
-        last = [s for s in gone if s in handed_out]
+        last = [s for s in gone if s in till_its_end]
         self._outside(f"end_of_{member.path or 'backward'}", last, (), 0, "end")
         self.windows.append((None, (start,)))
 
     # -------------------------------------------------------------- parts
 
-    def _node(self, number: int, local: int) -> list[int]:
-        """Take over one operation of a graph; return what it makes."""
+    def _node(self, number: int, local: int, held: Collection[int] = ()) -> list[int]:
+        """Take over one operation of a graph, which may not write over what is held.
+
+        Returns:
+            What it makes.
+        """
         member, own = self.members[number], self.own[number]
         problem = member.formulation.problem
         op = problem.operations[local]
@@ -241,7 +246,7 @@ class _Joiner:
                 outputs=outputs,
                 recompute_inputs=recompute,
                 recompute_outputs=tuple(own[s] for s in op.recompute_outputs),
-                over=self._mapped(own, op.over),
+                over=tuple(s for s in self._mapped(own, op.over) if s not in held),
                 module_path=path,
             )
         )

@@ -252,12 +252,13 @@ class Planner:
         most = replace(most, beside_bytes=self._held_now())
         try:
             return Known(most), self._make(captured, most)
-        except InfeasibleBudget:
+        except InfeasibleBudget as error:
             outputs = letting_go(captured)
             least = replace(around, gone=outputs, released=outputs)
-            if not self._within_budget(self._smallest(captured, least).plan):
+            needed = self._smallest(captured, least).plan
+            if not self._within_budget(needed):
                 if not self.graphs:
-                    raise
+                    raise _of_a_guess(error, needed.peak_bytes) from None
                 return Known(most), self._settled(captured, most)
         # It may fit, depending on what the user's loss allocates and which outputs are held. The
         # first step shows it; until then the smallest peak there is.
@@ -512,3 +513,20 @@ class Planner:
     def _within_budget(self, plan: Plan) -> bool:
         budget_bytes = self.budget_bytes
         return budget_bytes is None or plan.peak_bytes <= budget_bytes
+
+
+def _of_a_guess(error: InfeasibleBudget, needed_bytes: int) -> InfeasibleBudget:
+    """The error of a step of which it is not known what the loop holds: what holds without that."""
+    if needed_bytes >= error.minimum_bytes:
+        return error
+    hint = (
+        "That lets the training loop hold the outputs, and its loss save as much again. A loop "
+        f"that lets go of them before the backward needs little more than {needed_bytes:,} bytes."
+    )
+    return InfeasibleBudget(
+        error.budget_bytes,
+        error.minimum_bytes,
+        error.tensors,
+        f"{error.hint}\n{hint}" if error.hint else hint,
+        error.bound_bytes,
+    )

@@ -44,6 +44,7 @@ class Event:
         inputs: for each tensor a graph was given its memory; ``OUTSIDE`` where it is older than
             the step. For an operator what it read.
         outputs: for each tensor a graph handed out its memory; for an operator what it allocated.
+        held: of what a graph's backward was given, what still lay there as it ended.
         workspace_bytes: allocated and freed inside an operator.
     """
 
@@ -52,6 +53,7 @@ class Event:
     graph: Any = None
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     workspace_bytes: int = 0
 
 
@@ -148,8 +150,10 @@ class Recorder:
         inputs = self._given(args[tangents])
         with self._paused():
             gradients = run(args)
+        there = {number for ref, number in self._alive.values() if not ref.expired()}
+        held = tuple(number for number in inputs if number in there)
         handed_out = tuple(self._born(value) for value in gradients)
-        self.record.events.append(Event(Kind.BACKWARD, "", graph, inputs, handed_out))
+        self.record.events.append(Event(Kind.BACKWARD, "", graph, inputs, handed_out, held))
         return gradients
 
     def backward_begins(self) -> None:
@@ -196,7 +200,7 @@ class Recorder:
         workspace_bytes = self._workspace.get(key, 0)
         if fresh or workspace_bytes or any(number != OUTSIDE for number in read):
             self.record.events.append(
-                Event(Kind.OPERATOR, name, None, read, fresh, workspace_bytes)
+                Event(Kind.OPERATOR, name, None, read, fresh, workspace_bytes=workspace_bytes)
             )
         return result
 

@@ -7,7 +7,9 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -579,6 +581,29 @@ def test_an_unreadable_budget() -> None:
         with pytest.raises(BudgetError, match="A budget is a whole number of bytes"):
             autockpt.optimize(model, budget)
     assert_state_unchanged(model, before)
+
+
+def test_a_refusal_says_what_a_loop_needs_that_lets_go_of_the_outputs() -> None:
+    def build() -> nn.Module:
+        sizes = (16, 256, 16, 64)
+        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
+        return seeded(lambda: nn.Sequential(*layers))
+
+    x = torch.randn(64, 16)
+    with pytest.raises(InfeasibleBudget, match="lets go of them before the backward") as error:
+        autockpt.optimize(build(), 1, example_inputs=(x,))
+    (least,) = re.findall(r"little more than ([\d,]+) bytes", str(error.value))
+    budget = int(least.replace(",", "")) + 64  # for the loss itself
+    assert budget < error.value.minimum_bytes
+    model = autockpt.optimize(build(), budget, time_limit=1)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    for _ in range(4):  # until no step is watched any more
+        step()
+        model.zero_grad(set_to_none=True)
+    assert resident_bytes(model, (x,)) + measure_peak(step).delta_bytes <= budget
 
 
 @pytest.mark.parametrize("now", [True, False], ids=["planned_now", "at_the_first_forward"])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.variables import builder, dicts
+from torch._dynamo.variables import builder, dicts, misc
 
 from autockpt._torch.numbers import is_traced_by_us
 
@@ -38,6 +38,8 @@ def refuse_what_is_traced_wrongly() -> None:
     of_objects: Any = vars(dicts).get("DunderDictVariable")  # of torch 2.13 and later
     if of_objects is not None:
         _refuse_what_is_absent(of_objects)
+    else:
+        _refuse_to_look_for_what_is_absent()
 
 
 def _refuse_what_is_absent(of_objects: Any) -> None:
@@ -82,3 +84,18 @@ def _refuse_what_is_absent(of_objects: Any) -> None:
         return written(self, tx, key, value)
 
     of_objects.mp_ass_subscript_impl = mp_ass_subscript_impl
+
+
+def _refuse_to_look_for_what_is_absent() -> None:
+    """Do so before torch 2.13, where a trace asks in vain: no guard watches for it to come."""
+    called: Callable[..., Any] = vars(misc.GetAttrVariable)["call_method"]
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        asks = self.name == "__dict__" and name in ("__contains__", "get", "setdefault")
+        if asks and is_traced_by_us() and args and args[0].is_python_constant():
+            has = getattr(self.obj, "has_key_in_generic_dict", None)
+            if has is not None and not has(tx, args[0].as_python_constant()):
+                raise Unsupported("it looks in an object's __dict__ for what is not in it")
+        return called(self, tx, name, args, kwargs)
+
+    misc.GetAttrVariable.call_method = call_method  # type: ignore[method-assign]
