@@ -97,6 +97,7 @@ class Flights:
 
     def begin(self, key: str, node: Any, inputs: Memory, outputs: Memory) -> None:
         """A forward of this graph has run; ``node`` stands for it in autograd's graph."""
+        self._forget_landed()
         flight = _Flight(key, node, inputs, outputs)
         before = self._beside(flight)
         self._open.append(flight)
@@ -104,9 +105,11 @@ class Flights:
 
     def open_keys(self) -> tuple[str, ...]:
         """Return the graphs of the open forwards."""
-        if self._open:
-            self._open = [flight for flight in self._open if flight.is_open()]
+        self._forget_landed()
         return tuple(sorted(flight.key for flight in self._open))
+
+    def _forget_landed(self) -> None:
+        self._open = [flight for flight in self._open if flight.is_open()]
 
     def _beside(self, flight: _Flight) -> Beside:
         others = [other for other in self._open if other is not flight and other.is_open()]

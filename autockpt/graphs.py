@@ -161,6 +161,7 @@ class Graph(_torch.Watch):
         self._sizes: list[int] = []
         self.ran = False
         self.read: Versions = []
+        self._reads: list[int] | None = None  # the inputs among what is saved
         self._others: dict[tuple[frozenset[int], bool], Callable[[list[Any]], Any]] = {}
 
     def known(self) -> Known:
@@ -200,9 +201,11 @@ class Graph(_torch.Watch):
 
     def forward_begins(self, inputs: Sequence[Any]) -> None:
         """Remember what the backward reads of the forward's inputs, and their versions."""
-        saved = {placeholder.name for placeholder in self.saved}
-        read = zip(self.captured.joint.primals, inputs, strict=False)  # seeds come after them
-        self.read = versions([value for primal, value in read if primal.name in saved])
+        if self._reads is None:
+            saved = {placeholder.name for placeholder in self.saved}
+            primals = enumerate(self.captured.joint.primals)
+            self._reads = [i for i, primal in primals if primal.name in saved]
+        self.read = versions([inputs[i] for i in self._reads])
 
     def forward_ends(self, outputs: Sequence[Any]) -> None:
         """Remember the user's outputs by weak references."""

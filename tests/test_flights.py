@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -239,6 +240,18 @@ def test_only_what_a_backward_has_followed_is_planned_for() -> None:
     assert flights.seen == {"graph": [Beside(("graph", "graph"))]}
     held.clear()
     assert flights.open_keys() == ()
+
+
+def test_of_steps_that_are_over_nothing_stays() -> None:
+    model = autockpt.optimize(build(), None)
+
+    def flights() -> int:
+        for _ in range(5):
+            model(X).square().mean().backward()
+        return sum(type(one).__name__ == "_Flight" for one in gc.get_objects())
+
+    first = flights()
+    assert flights() == first
 
 
 def test_a_checkpoint_of_the_users_around_several_forwards() -> None:

@@ -427,12 +427,15 @@ def _watched_forward(
         watch.forward_begins(args)
         if not _PLAIN.issuperset(map(type, args)):
             args[:] = map(_as_it_is_traced, args)
-        inputs = {id(arg) for arg in args if isinstance(arg, torch.Tensor)}
+        inputs = set(map(id, args))
         outputs = watch.run_forward(run, args)
         watch.forward_ends(outputs)
         # Autograd saves an input as the tensor object it is: after ``p.data = ...`` the backward
         # would read the new memory. A detached alias goes on to mean the memory of this forward.
-        saved = [o.detach() if id(o) in inputs else o for o in outputs[count:]]
+        saved = [
+            o.detach() if id(o) in inputs and isinstance(o, torch.Tensor) else o
+            for o in outputs[count:]
+        ]
         user = list(outputs[:count])
         for position in views:
             user[position] = user[position].detach()  # no view to autograd, of the same version
