@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
+import numpy as np
+
 from autockpt_solvers.errors import SolverError
 from autockpt_solvers.highs import Floats, MipProcess, Relaxation
 from autockpt_solvers.incumbent import Incumbent
@@ -62,8 +64,8 @@ GOOD = 3e-3
 # A gap at which walks follow the relaxation's points, and how many of these.
 OPEN, FOLLOWED = 6e-2, 2
 # Schedules for chains to start from there, until which part of the time, and how many in a row
-# that gain nothing say that this is hardly a chain.
-CHAINS, CHAINED, HARDLY = 8, 0.3, 2
+# that gain nothing, or which multiple of the budget for a peak, say that this is hardly a chain.
+CHAINS, CHAINED, HARDLY, FAR = 8, 0.3, 2, 1.3
 # A gap at which spans of stages are solved with binaries, and until which part of the time.
 WIDE_OPEN, SPANS = 1e-2, 0.7
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
@@ -331,21 +333,35 @@ class Snapshots:
         after, relaxation = self._programs[fine]
         relaxation.cover(carried(cuts, before, after))
 
-    def _solved(self, number: int, best: Incumbent, limit_s: float) -> Iterator[list[int]]:
-        """Solve a relaxation; note its bound and its point, return that rounded."""
+    def _solved(
+        self, number: int, best: Incumbent, limit_s: float, *, again: bool = False
+    ) -> Iterator[list[int]]:
+        """Solve a relaxation; note its bound and its point, return that rounded.
+
+        Args:
+            number: the choice.
+            best: changed in place.
+            limit_s: seconds.
+            again: whether only cuts came to it since; the point before then stays if time is up.
+        """
         program, relaxation = self._programs[number]
-        self._points.pop(number, None)
+        point = self._points.pop(number, None)
+        proved = self._proved.get(number, 0.0) if again else -math.inf
         result = relaxation.solve(program.sides(best.budget_bytes), time_limit_s=limit_s)
         if result.status == "infeasible":
             best.infeasible = best.order is None
             return iter(())
-        self._proved[number] = result.bound * program.cost_unit
+        bound = result.bound * program.cost_unit
+        self._proved[number] = max(bound, proved)
         best.prove(whole_ns(self._proved[number]))
+        if result.duals is not None and (result.values is not None or bound >= proved):
+            self._duals[number] = result.duals
         values = result.values
         if values is None:
+            if again and point is not None:
+                self._points[number] = point
             return iter(())
-        assert result.duals is not None, "a solved relaxation has duals"
-        self._points[number], self._duals[number] = values, result.duals
+        self._points[number] = values
         return (rounded(program, values, threshold) for threshold in THRESHOLDS)
 
     def _join(self, best: Incumbent, deadline: float) -> Iterator[list[int]]:
@@ -469,7 +485,7 @@ class Snapshots:
                 break
             relaxation.cover(rows)
             before = best.bound_ns
-            orders = self._solved(number, best, deadline - time.perf_counter())
+            orders = self._solved(number, best, deadline - time.perf_counter(), again=True)
             worth = GAIN * min(best.gap_ns, self.problem.baseline_cost_ns)
             idle = 0 if best.bound_ns - before > worth else idle + 1
         return orders
@@ -479,7 +495,8 @@ class Snapshots:
         number = max(self._points, key=lambda number: self._proved[number], default=None)
         if number is not None:
             program, relaxation = self._programs[number]
-            values, duals = self._points[number], self._duals[number]
+            values, duals = self._points[number], np.zeros(len(relaxation.arrays["row_lower"]))
+            duals[: len(self._duals[number])] = self._duals[number]  # of later cuts there are none
             bound = span_bound(program, relaxation.arrays, duals, values, deadline=deadline)
             best.prove(whole_ns(bound * program.cost_unit))
 
@@ -521,6 +538,8 @@ class Snapshots:
         for order in rotor.orders(self.liveness, best.budget_bytes, CHAINS):
             if time.perf_counter() > deadline or idle == HARDLY:
                 return
+            if self.liveness.peak(order).peak_bytes > FAR * best.budget_bytes:
+                return  # and so do those that follow
             before = best.extra_ns
             fresh: list[Residency] = []
             self._begin(order, best, fresh, deadline)
