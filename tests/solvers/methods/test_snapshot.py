@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import time
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt_solvers import Problem, SolverError, minimum, simulate, solve
-from autockpt_solvers.highs import MipProcess, Relaxation
+from autockpt_solvers.highs import LpResult, MipProcess, Relaxation
 from autockpt_solvers.incumbent import Incumbent
 from autockpt_solvers.liveness import Liveness
 from autockpt_solvers.methods import eviction, exhaustive, greedy, snapshot
@@ -282,6 +283,33 @@ def test_snapshots_where_a_point_breaks_the_budget_say_more():
         assert bound <= trace.extra_ns
         fitting += 1
     assert fitting > 6
+
+
+def test_spans_start_from_the_point_before_the_one_that_was_broken_off(monkeypatch):
+    with gzip.open(GRAPHS / "resnet.json.gz", "rt") as file:
+        data = json.load(file)
+    problem, ((roomy, _),) = Problem.from_dict(data), data["optimal"]
+    best = Incumbent(Liveness(Demand(problem)), roomy * 3 // 4)
+    search = Snapshots(best.liveness)
+    deadline = time.perf_counter() + 20
+    best.accept(eviction.solve(problem, best.budget_bytes).schedule.backward_computes, "eviction")
+    first = search.first_bound(best, deadline=deadline)
+    whole = snapshot.Relaxation.solve
+    # What the solver leaves when its time is up: nothing, or duals.
+    stopped = [
+        lambda *_, **__: LpResult("stopped", None, None, -np.inf),
+        lambda *a, **k: replace(whole(*a, **k), status="stopped", values=None),
+    ]
+    bounds = [first]
+    for solve_lp in stopped:
+        monkeypatch.setattr(snapshot.Relaxation, "solve", solve_lp)
+        search.tighten(best, deadline=deadline)
+        bounds.append(best.bound_ns)
+        search.spans(best, deadline=deadline)
+        bounds.append(best.bound_ns)
+    assert bounds == sorted(bounds)
+    assert first == bounds[1] < bounds[2]
+    assert bounds[-1] <= best.extra_ns
 
 
 def test_blocks_are_widened():

@@ -202,7 +202,7 @@ class Snapshots:
         states = _distinct([*states, *fresh])
         if best.gap_ns > WIDE_OPEN * self.problem.baseline_cost_ns:
             say(f"{self._figures(best)}; spans with binaries")
-            self._spans(best, by(SPANS))
+            self.spans(best, deadline=by(SPANS))
         if self._enough_ns < best.gap_ns <= far:  # beyond, the walks find more
             self._integer(states, best, by(0.9), say)
         if best.gap_ns > far:
@@ -279,6 +279,21 @@ class Snapshots:
             if number in self._refined and number == numbers[-1]:
                 points.append(self._widen(number, best, deadline))
         return points
+
+    def spans(self, best: Incumbent, *, deadline: float) -> None:
+        """Prove more by the spans of the choice of which most is proved.
+
+        Args:
+            best: changed in place.
+            deadline: ``time.perf_counter()`` at which to stop.
+        """
+        number = max(self._points, key=lambda number: self._proved[number], default=None)
+        if number is not None:
+            program, relaxation = self._programs[number]
+            values, duals = self._points[number], np.zeros(len(relaxation.arrays["row_lower"]))
+            duals[: len(self._duals[number])] = self._duals[number]  # of later cuts there are none
+            bound = span_bound(program, relaxation.arrays, duals, values, deadline=deadline)
+            best.prove(whole_ns(bound * program.cost_unit))
 
     # ---------------------------------------------------------------- inside
 
@@ -489,16 +504,6 @@ class Snapshots:
             worth = GAIN * min(best.gap_ns, self.problem.baseline_cost_ns)
             idle = 0 if best.bound_ns - before > worth else idle + 1
         return orders
-
-    def _spans(self, best: Incumbent, deadline: float) -> None:
-        """Prove more by the spans of the choice of which most is proved."""
-        number = max(self._points, key=lambda number: self._proved[number], default=None)
-        if number is not None:
-            program, relaxation = self._programs[number]
-            values, duals = self._points[number], np.zeros(len(relaxation.arrays["row_lower"]))
-            duals[: len(self._duals[number])] = self._duals[number]  # of later cuts there are none
-            bound = span_bound(program, relaxation.arrays, duals, values, deadline=deadline)
-            best.prove(whole_ns(bound * program.cost_unit))
 
     def _begin(
         self, order: Sequence[int], best: Incumbent, states: list[Residency], deadline: float
