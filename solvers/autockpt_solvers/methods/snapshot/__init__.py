@@ -67,7 +67,7 @@ OPEN, FOLLOWED = 6e-2, 2
 # that gain nothing, or which multiple of the budget for a peak, say that this is hardly a chain.
 CHAINS, CHAINED, HARDLY, FAR = 8, 0.3, 2, 1.3
 # A gap at which spans of stages are solved with binaries, and until which part of the time.
-WIDE_OPEN, SPANS = 1e-2, 0.7
+WIDE_OPEN, SPANS = 1e-2, 0.8
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
