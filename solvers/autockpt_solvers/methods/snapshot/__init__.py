@@ -66,8 +66,11 @@ OPEN, FOLLOWED = 6e-2, 2
 # Schedules for chains to start from there, until which part of the time, and how many in a row
 # that gain nothing, or which multiple of the budget for a peak, say that this is hardly a chain.
 CHAINS, CHAINED, HARDLY, FAR = 8, 0.3, 2, 1.3
-# A gap at which spans of stages are solved with binaries, and until which part of the time.
-WIDE_OPEN, SPANS = 1e-2, 0.8
+# A gap at which spans of stages are solved with binaries.
+WIDE_OPEN = 1e-2
+# Until which part of the time blocks are joined and cut, their points begun with, and spans
+# solved: where little is open, and where much is, since walks gain less there than the bound does.
+TIGHT, BEGUN, SPANS = (0.6, 0.68), (0.65, 0.73), (0.7, 0.8)
 # Columns up to which a program is solved with binaries, and seconds for one of them: where much
 # is open, where little is, and where it hardly matters.
 BINARIES, INTEGER_S, BRIEF_S, LAST_S = 6000, 8.0, 3.0, 1.0
@@ -190,8 +193,9 @@ class Snapshots:
             self._chained(states, best, by(CHAINED))
         say(f"{self._figures(best)}; joined blocks")
         fresh: list[Residency] = []
-        for order in chain.from_iterable(self.tighten(best, deadline=by(0.6))):
-            self._begin(order, best, fresh, by(0.65))
+        until = by(TIGHT[best.gap_ns > far])
+        for order in chain.from_iterable(self.tighten(best, deadline=until)):
+            self._begin(order, best, fresh, by(BEGUN[best.gap_ns > far]))
         if best.gap_ns <= far:
             self._improve(_distinct(fresh)[:WIDE], best, by(0.7), patience=1)
         if GOOD * self.problem.baseline_cost_ns < best.gap_ns <= far:
@@ -202,7 +206,7 @@ class Snapshots:
         states = _distinct([*states, *fresh])
         if best.gap_ns > WIDE_OPEN * self.problem.baseline_cost_ns:
             say(f"{self._figures(best)}; spans with binaries")
-            self.spans(best, deadline=by(SPANS))
+            self.spans(best, deadline=by(SPANS[best.gap_ns > far]))
         if self._enough_ns < best.gap_ns <= far:  # beyond, the walks find more
             self._integer(states, best, by(0.9), say)
         if best.gap_ns > far:
