@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autockpt._torch import JointGraph, storage_key
+from autockpt._torch import JointGraph, is_state, storage_key
 from autockpt.tangents import evaluate_anew, tensors
 
-__all__ = ["drop_copies"]
+__all__ = ["copies_of_state", "drop_copies"]
 
 aten = torch.ops.aten
 
@@ -36,6 +36,7 @@ def drop_copies(joint: JointGraph) -> None:
         if isinstance(node, fx.Node)
         for tensor in tensors(node)
     }
+    meant = copies_of_state(joint)
     gone: set[int] = set()  # memory of copies that are no more: their views look at the original
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -43,7 +44,7 @@ def drop_copies(joint: JointGraph) -> None:
         if gone & {storage_key(tensor) for tensor in tensors(node)}:
             evaluate_anew(joint.module, node)
         source = _copied(node)
-        if source is None:
+        if source is None or node in meant:
             continue
         original, copy = source.meta["val"], node.meta["val"]
         seen = held & {storage_key(original), storage_key(copy)}
@@ -51,6 +52,18 @@ def drop_copies(joint: JointGraph) -> None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             gone.add(storage_key(copy))
+
+
+def copies_of_state(joint: JointGraph) -> frozenset[fx.Node]:
+    """Return the copies that the model makes of tensors of its own that do not train."""
+    state = {storage_key(t) for p in joint.primals if is_state(p) for t in tensors(p)}
+    clones = joint.module.graph.find_nodes(op="call_function", target=aten.clone.default)
+    return frozenset(
+        node
+        for node in clones
+        if (source := _copied(node)) is not None
+        and any(storage_key(tensor) in state for tensor in tensors(source))
+    )
 
 
 def _copied(node: fx.Node) -> fx.Node | None:

@@ -7,7 +7,8 @@ further run reads:
 - an operation that reads a buffer which the forward's end overwrites reads a copy of the old value,
   as does a further run of batch-norm in ``eval()``, whose statistics another forward may overwrite;
 - batch-norm runs again without its running statistics;
-- what the user holds, and what the user pinned with ``keep``, runs once.
+- what the user holds, what the user pinned with ``keep``, and a copy that the model makes of its
+  own buffer, to which it may write before the backward, runs once.
 
 The saved states and old values are optional operations of the problem: a schedule that does not
 use them does not make them.
@@ -25,6 +26,7 @@ from torch import fx
 from autockpt import _torch
 from autockpt.accumulate import is_leaf, products
 from autockpt.capture import Capture
+from autockpt.copies import copies_of_state
 from autockpt.inplace import candidates, is_dense
 from autockpt.pins import Pins
 from autockpt.profile import Profile
@@ -205,6 +207,7 @@ class _Builder:
             if any(_torch.storage_key(t) in stale for t in tensors(p))
         }
         self.held = self._held()
+        self.meant = copies_of_state(capture.joint)
         self.loss_storage = -1
 
     def build(self, inplace: bool) -> Formulation:
@@ -371,6 +374,8 @@ class _Builder:
             return False, "it makes a buffer's new value", (), ()
         if keep:
             return False, f"pinned by keep={keep!r}", (), ()
+        if node in self.meant:
+            return False, "it copies a buffer that may be written before the backward", (), ()
         if not _torch.is_operator(node):
             return False, f"{node.target} is none of torch's own operators", (), ()
         if not self.profile.measured[index].alone:

@@ -7,6 +7,7 @@ watched, and where it differs from the guess the plan is made again before the n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
@@ -300,11 +301,14 @@ class Graph(_torch.Watch):
                 if ref is not None:
                     self._tracker.include(ref, size)
             self._tracker.enter_for(self)
-            _torch.when_released(node, self.stop_watching)
+            _torch.when_released(node, functools.partial(self.stop_watching, self._tracker))
 
-    def stop_watching(self) -> None:
-        """Leave the counting mode; where it cannot be left now, only turn it off."""
-        if self._tracker is None:
+    def stop_watching(self, tracker: _torch.AllocationTracker | None = None) -> None:
+        """Leave the counting mode; where it cannot be left now, only turn it off.
+
+        With ``tracker`` only where it is this one: an earlier forward's graph may go late.
+        """
+        if self._tracker is None or tracker not in (None, self._tracker):
             return
         self._tracker.active = False
         if self._tracker.leave():

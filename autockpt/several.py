@@ -259,7 +259,7 @@ class Several:
             for node in _torch.nodes_of(output):
                 _torch.before_backward(node, self.recorder.backward_begins)
             if nodes:
-                _torch.when_released(nodes[-1], self._stop_recording)
+                _torch.when_released(nodes[-1], self.recorder.leave)  # of this step alone
         return output
 
     def _reach_past(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,3 +76,35 @@ def test_copies_that_somebody_can_tell_stay() -> None:
         returned.detach().zero_()
         assert torch.equal(y, before)
         (y.sum() + part.sum()).backward()
+
+
+class Queue(nn.Module):
+    """Compares with earlier results, and copies them: new ones are written before the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("queue", functional.normalize(torch.randn(64, 16), dim=1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        key = functional.normalize(self.inner(x).tanh(), dim=1)
+        return key @ self.queue.clone().detach().t(), key
+
+    def train_on(self, x: Tensor) -> None:
+        compared, key = self(x)
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([key, self.queue[: -len(key)]]))
+        compared.exp().mean().backward()
+
+
+def test_a_buffer_may_be_written_where_the_model_reads_a_copy() -> None:
+    x = torch.randn(32, 16)
+    with pytest.raises(autockpt.InfeasibleBudget) as error:
+        autockpt.optimize(seeded(Queue), 1, example_inputs=(x,))
+    for budget in (None, error.value.minimum_bytes):
+        plain, model = seeded(Queue), autockpt.optimize(seeded(Queue), budget)
+        for _ in range(3):
+            for one in (plain, model):
+                one.train_on(x)
+        torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad)
+        torch.testing.assert_close(model.queue, plain.queue)

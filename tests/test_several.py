@@ -316,6 +316,28 @@ def test_a_scripted_module_runs_plainly() -> None:
             torch.testing.assert_close(mine.grad, theirs.grad, msg=f"step {number}")
 
 
+class Remembers(Branching):
+    """Holds on to a hidden value, and with it to the graph of the step before."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.first(x)
+        return super().forward(x + self.hidden.tanh().mean())
+
+
+def test_a_graph_that_goes_while_the_next_step_runs() -> None:
+    torch.manual_seed(0)
+    plain = Remembers()
+    model = autockpt.optimize(copy.deepcopy(plain), None)
+    for _ in range(4):
+        x = torch.randn(32, 16)
+        for one in (plain, model):
+            one(x).square().mean().backward()
+    torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad)
+    assert model.plan is not None
+
+
 def test_a_double_backward_is_refused() -> None:
     model, x = autockpt.optimize(Branching(), None), torch.randn(4, 16, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

@@ -53,6 +53,7 @@ from autockpt._torch.joint import (
     JointGraph,
     Watch,
     WatchAround,
+    is_state,
     saved_descriptors,
 )
 from autockpt._torch.modes import (
@@ -142,6 +143,7 @@ __all__ = [
     "is_out_of_memory",
     "is_profiled",
     "is_random",
+    "is_state",
     "is_traced",
     "keep_missing_gradients",
     "keeps_graph",

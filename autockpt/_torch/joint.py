@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     ForwardTokenAOTInput,
     InputMutationAOTOutput,
+    PlainAOTInput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
 )
@@ -24,7 +25,9 @@ __all__ = [
     "Partition",
     "Watch",
     "WatchAround",
+    "is_state",
     "joint_graph",
+    "mark_state",
     "saved_descriptors",
 ]
 
@@ -150,6 +153,19 @@ def joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
         tuple(written for written, _ in writes),
         tuple(value for _, value in writes),
     )
+
+
+def mark_state(primals: Sequence[fx.Node], positions: Collection[int]) -> None:
+    """Note which primals are tensors of the model's modules, by their positions as inputs."""
+    for primal in primals:
+        described = primal.meta.get("desc")
+        if isinstance(described, PlainAOTInput) and described.idx in positions:
+            primal.meta["autockpt_state"] = True
+
+
+def is_state(primal: fx.Node) -> bool:
+    """Return whether an input of the graph is a tensor of a module's that does not train."""
+    return "autockpt_state" in primal.meta
 
 
 def _write_numbers_out(graph: fx.Graph) -> None:

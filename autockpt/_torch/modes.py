@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -81,10 +84,11 @@ class _Onlooker(TorchDispatchMode):
         """Leave it wherever on this thread's stack it is; return whether that was possible.
 
         Modes that the user has entered since stay. Inside a backward nothing can be left for good:
-        autograd puts the stack back when it returns.
+        autograd puts the stack back when it returns. Dynamo puts back whether there are modes at
+        all when code that it has made returns, so that torch would look for one and find none.
         """
         stack = _get_current_dispatch_mode_stack()
-        if in_backward() or not any(mode is self for mode in stack):
+        if in_backward() or _in_compiled_code() or not any(mode is self for mode in stack):
             return False
         above = stack[[mode is self for mode in stack].index(True) + 1 :]
         # Of the base class: the user's own enter and exit are not to run.
@@ -101,6 +105,16 @@ class _Onlooker(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.__enter__()
         weakref.finalize(owner, _LEFT_BEHIND.append, self).atexit = False
+
+
+def _in_compiled_code() -> bool:
+    """Return whether the call comes from code that Dynamo has made, or from its compiler."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == eval_frame.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # Modes whose owners are gone. The garbage collector runs at any moment, in the middle of an

@@ -27,7 +27,7 @@ from torch._guards import TracingContext
 from torch.nn.modules import module as modules
 
 from autockpt._torch.generated import boxed
-from autockpt._torch.joint import Partition, Watch, joint_graph
+from autockpt._torch.joint import Partition, Watch, joint_graph, mark_state
 from autockpt._torch.kernels import kernels_stay_whole
 from autockpt._torch.numbers import Floats, Integers
 from autockpt._torch.refused import refuse_what_is_traced_wrongly
@@ -313,10 +313,12 @@ class _Backend:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.watches: list[Watch] = []
+        self.state: frozenset[int] = frozenset()
         self.for_dynamo = _held_weakly(self.compile)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph that Dynamo has traced."""
+        self.state = _state_of_modules(module)
         # donated_buffer: freeing saved tensors early breaks retain_graph. The cache would skip
         # the partition function.
         # backward_pass_autocast: users leave the autocast context before the backward.
@@ -341,12 +343,28 @@ class _Backend:
     def _partition_fn(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward, watch = self.partition(joint_graph(joint, num_fwd_outputs))
+        graph = joint_graph(joint, num_fwd_outputs)
+        mark_state(graph.primals, self.state)
+        forward, backward, watch = self.partition(graph)
         # Torch copies graph modules before it compiles them; a number in their meta survives.
         forward.meta["autockpt_forward"] = backward.meta["autockpt_backward"] = len(self.watches)
         self.watches.append(watch)
         forward.meta["autockpt_outputs"] = num_fwd_outputs
         return forward, backward
+
+
+def _state_of_modules(module: fx.GraphModule) -> frozenset[int]:
+    """Return the positions of a graph's inputs that are tensors of modules and do not train."""
+    found = set()
+    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        value = node.meta.get("example_value")
+        if source is None or not isinstance(value, torch.Tensor) or value.requires_grad:
+            continue
+        kind = source.guard_source
+        if kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module():
+            found.add(position)
+    return frozenset(found)
 
 
 def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
