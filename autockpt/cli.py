@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autockpt import cache
 from autockpt.budget import parse_budget
@@ -31,6 +31,8 @@ from autockpt_solvers.plan import Plan
 from autockpt_solvers.units import format_bytes
 
 __all__ = ["main"]
+
+_N = TypeVar("_N", int, float)
 
 _TARGET = """\
 PACKAGE.MODULE:FUNCTION names a function without arguments that returns the model and the inputs
@@ -300,6 +302,8 @@ def _run_cache(arguments: argparse.Namespace) -> None:
 
 
 def _run_inspect(arguments: argparse.Namespace) -> None:
+    _check_folder(arguments.plot)
+    _check_folder(arguments.trace)
     plan = Plan.load(arguments.plan)
     if arguments.plot is not None:
         draw_timeline(plan, arguments.plot)
@@ -321,7 +325,7 @@ def _run_explain(arguments: argparse.Namespace) -> None:
 
 def _run_sweep(arguments: argparse.Namespace) -> None:
     _check_folder(arguments.plot)
-    if arguments.target.endswith(".json"):
+    if arguments.target.endswith(".json") or Path(arguments.target).is_file():
         plan = Plan.load(arguments.target)
     else:
         model, args, kwargs = _load(arguments.target)
@@ -354,6 +358,7 @@ def _run_report(arguments: argparse.Namespace) -> None:
     kind = output.suffix.removeprefix(".").lower()
     if kind not in FORMATS:
         raise _UsageError(f"{output} is neither a .md nor a .html file")
+    _check_folder(output)
     text = document(Plan.load(arguments.plan), kind, picture=not arguments.no_picture)
     output.write_text(text, encoding="utf-8")
     print(f"saved to {output}", file=sys.stderr)
@@ -382,7 +387,16 @@ def _load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the model, positional and keyword inputs that the target's function returns."""
     module_name, colon, function_name = target.partition(":")
     if not (module_name and colon and function_name):
-        raise _UsageError(f"{target!r} is not of the form PACKAGE.MODULE:FUNCTION")
+        raise _UsageError(
+            f"{target!r} is not of the form PACKAGE.MODULE:FUNCTION: models.gpt:small is the "
+            "function small in models/gpt.py"
+        )
+    if module_name.endswith(".py") or os.sep in module_name:
+        name = ".".join(Path(module_name).with_suffix("").parts).strip("./")
+        raise _UsageError(
+            f"{module_name} is a file: name the module as Python imports it from the current "
+            f"folder, {name}:{function_name}"
+        )
     # An installed command starts without the current folder, `python -m` with it.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -431,8 +445,15 @@ def _budget(text: str) -> int | str | None:
     return int(text) if text.strip().isdecimal() and len(text) < 30 else text
 
 
+def _number(kind: Callable[[str], _N], text: str) -> _N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(float, text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a time above 0 seconds")
     return value
@@ -452,14 +473,14 @@ def _budgets(text: str) -> list[int]:
 
 
 def _points(text: str) -> int:
-    value = int(text)
+    value = _number(int, text)
     if value < 2:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 2 on")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = _number(int, text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return value

@@ -12,6 +12,7 @@ from autockpt_solvers.errors import InputError
 from autockpt_solvers.memory import Trace, simulate
 from autockpt_solvers.on_demand import Demand, on_demand, stage_schedule
 from autockpt_solvers.plan import Plan
+from autockpt_solvers.schedule import Compute
 from autockpt_solvers.units import format_bytes, format_seconds
 
 __all__ = ["Explanation", "Switched", "explain", "explain_text"]
@@ -36,7 +37,7 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One tensor of the forward.
+    """One tensor of the forward, or one of the backward that is written in place.
 
     Attributes:
         decision: what happens to it, and why.
@@ -54,6 +55,8 @@ class Explanation:
 def explain(plan: Plan, pattern: str) -> tuple[Explanation, ...]:
     """Return an explanation for each tensor that a pattern matches, the largest first.
 
+    Behind those of the forward stand the backward's that are written in place.
+
     Args:
         plan: the plan.
         pattern: a module path as for ``keep=`` (``blocks.*.attn``), with all that is inside, or a
@@ -63,13 +66,21 @@ def explain(plan: Plan, pattern: str) -> tuple[Explanation, ...]:
         InputError: it matches nothing.
     """
     problem = plan.problem
-    storages = [
+    in_place = {
+        step.operation
+        for step in plan.schedule.steps
+        if isinstance(step, Compute) and step.over is not None
+    }
+    forward = (
         storage
         for index in problem.forward
         if index in plan.schedule.runs
         for storage in problem.operations[index].outputs
-    ]
-    found = list(zip(storages, plan.decisions, strict=True))
+    )
+    backward = (
+        problem.operations[index].outputs[0] for index in problem.backward if index in in_place
+    )
+    found = list(zip((*forward, *backward), plan.decisions, strict=True))
     pins = Pins(keep=(pattern,))
     matching = [
         (storage, decision)
@@ -85,7 +96,7 @@ def explain(plan: Plan, pattern: str) -> tuple[Explanation, ...]:
     demand = Demand(problem)
     kept = frozenset(storage for storage, decision in found if decision.action == "kept")
     as_it_is = _trace(plan, demand, kept)
-    matching.sort(key=lambda one: -one[1].size_bytes)
+    matching.sort(key=lambda one: (one[1].action == "in place", -one[1].size_bytes))
     return tuple(
         _explained(plan, demand, kept, as_it_is, storage, decision)
         for storage, decision in matching
@@ -104,6 +115,8 @@ def _explained(
     why_not = ""
     if decision.action == "freed":
         why_not = "nothing needs it later"
+    elif decision.action == "in place":
+        why_not = "it belongs to the backward"
     elif decision.action == "kept" and not demand.may_recompute[storage]:
         why_not = "it cannot be made again"
     elif decision.action == "kept" and storage in plan.problem.live_at_barrier:

@@ -105,9 +105,11 @@ def _bytes_row(name: str, size_bytes: int, note: str) -> tuple[str, str, str, st
 
 
 def _time(plan: Plan) -> list[str]:
-    recomputed = sum(decision.action == "recomputed" for decision in plan.decisions)
+    # Behind the forward's tensors there are those that the backward writes in place.
+    forward = [decision for decision in plan.decisions if decision.action != "in place"]
+    recomputed = sum(decision.action == "recomputed" for decision in forward)
     extra = format_seconds(plan.extra_time_s)
-    note = f"{extra} to recompute {recomputed} of {len(plan.decisions)} tensors"
+    note = f"{extra} to recompute {recomputed} of {len(forward)} tensors"
     if not recomputed and not plan.extra_time_s:
         note = "nothing is recomputed"
     rows = [

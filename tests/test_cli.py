@@ -17,7 +17,9 @@ from autockpt.cli import main
 from autockpt.report import report_dict, report_text
 from autockpt_solvers.errors import BudgetError, InfeasibleBudget
 from autockpt_solvers.plan import Plan
-from small_plans import small_plan
+from autockpt_solvers.problem import Operation, Problem, Storage
+from autockpt_solvers.schedule import BARRIER, Compute, Free, Schedule
+from small_plans import MIB, plan_of, small_plan
 
 Calls = list[dict[str, Any]]
 
@@ -133,6 +135,8 @@ def test_plan_reads_what_a_shell_can_write_of_a_budget(
     [
         ("user_model", "is not of the form PACKAGE.MODULE:FUNCTION"),
         ("user_model:", "is not of the form PACKAGE.MODULE:FUNCTION"),
+        ("models/user_model.py:args", "models/user_model.py is a file: name the module as"),
+        ("./user_model.py:args", "from the current folder, user_model:args"),
         ("no_such_module:args", "cannot import no_such_module: ModuleNotFoundError"),
         ("user_model:missing", "user_model has no function missing"),
         ("user_model:number", "user_model has no function number"),
@@ -192,15 +196,19 @@ def test_an_interrupt_ends_quietly(
         ["plan", "a:b"],
         ["plan", "a:b", "--budget", "1", "--time-limit", "0"],
         ["plan", "a:b", "--budget", "1", "--time-limit", "nan"],
+        ["plan", "a:b", "--budget", "1", "--time-limit", "abc"],
         ["inspect"],
         ["inspect", "plan.json", "--tensors", "-1"],
         ["unknown"],
     ],
 )
-def test_arguments_that_do_not_parse_end_with_code_2(command: list[str]) -> None:
+def test_arguments_that_do_not_parse_end_with_code_2(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
         main(command)
     assert raised.value.code == 2
+    assert "_" not in capsys.readouterr().err  # no name of ours in what people read
 
 
 # -------------------------------------------------------------------- inspect
@@ -260,6 +268,29 @@ def test_explain_says_why_and_what_the_other_way_costs(
     # With dropout's result kept nothing runs again.
     (dropout,) = [one for one in found if one["decision"]["name"] == "dropout"]
     assert dropout["switched"]["time_ns"] == -round(small_plan().extra_time_s * 1e9)
+
+
+def test_explain_of_a_plan_that_writes_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storages = tuple(Storage(name, MIB) for name in ("a", "b", "loss", "grad", "grad_a"))
+    operations = (
+        Operation("a", (), (0,), 5, recompute_inputs=(), recompute_outputs=(0,), module_path="x"),
+        Operation("b", (0,), (1,), 5, over=(0,), module_path="x"),
+        Operation("loss", (1,), (2,), 5),
+        Operation("grad", (1, 2), (3,), 5, module_path="x"),
+        Operation("grad_a", (3,), (4,), 5, over=(3,), module_path="x"),
+    )
+    problem = Problem(
+        storages, operations, 3, live_at_barrier=frozenset({2}), live_at_end=frozenset({2, 4})
+    )
+    steps = (Compute(0), Compute(1, 0), Compute(2), BARRIER, Compute(3), Free(1), Compute(4, 3))
+    saved = tmp_path / "plan.json"
+    plan_of(problem, Schedule(steps)).save(saved)
+    assert main(["explain", str(saved), "x"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[::3]] == ["a", "b", "grad_a"]
+    assert said.endswith("no other way: it belongs to the backward\n")
 
 
 def test_explain_of_what_is_not_there(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
