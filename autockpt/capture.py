@@ -20,7 +20,6 @@ from torch import fx, nn
 from autockpt import _torch
 from autockpt._torch import JointGraph
 from autockpt.copies import drop_copies
-from autockpt.dropout import spell_dropout_out
 from autockpt.out_of_memory import OutOfMemory
 from autockpt.tangents import assumed_absent, look_anew, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
@@ -110,9 +109,7 @@ class Capture:
 # ------------------------------------------------------------------ reading a joint graph
 
 
-def read_joint(
-    joint: JointGraph, absent: Collection[int] | None = None, *, elsewhere: bool = False
-) -> Capture:
+def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capture:
     """Return what a joint graph computes.
 
     Args:
@@ -120,7 +117,6 @@ def read_joint(
         absent: positions of the tangents that no backward starts from: the user's loss does not
             depend on these outputs. None: assume it of all but a single scalar output, if
             there is one.
-        elsewhere: whether the step runs on another kind of device than its tensors lie on.
 
     Raises:
         CaptureError: where the graph writes into memory in a way that cannot be repeated safely.
@@ -132,8 +128,6 @@ def read_joint(
     look_anew(joint.module)
     _drop_false_dependences(joint)
     drop_copies(joint)
-    if not elsewhere:
-        spell_dropout_out(joint)
     nodes = list(joint.module.graph.nodes)
     backward = _backward_nodes(joint, nodes)
     needed = _needed_nodes(joint, nodes)

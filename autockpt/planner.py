@@ -203,8 +203,7 @@ class Planner:
     def _planned(self, joint: _torch.JointGraph, key: str) -> tuple[Capture, Known, Made]:
         """Plan a joint graph with what is known of it, or with a guess at what is not."""
         known = self.known.get(key)
-        absent = known.absent if known is not None else None
-        captured = read_joint(joint, absent, elsewhere=self.modelled is not None)
+        captured = read_joint(joint, known.absent if known is not None else None)
         if known is None:
             known, made = self.guess(captured)
             return captured, known, made

@@ -37,7 +37,6 @@ ORDER = [
     "out_of_memory",
     "tangents",
     "copies",
-    "dropout",
     "device",
     "roofline",
     "weights",

@@ -174,7 +174,7 @@ def test_there_is_no_optimizer_step_without_one() -> None:
 def dropout_problem(rows: int) -> tuple[Formulation, Operation]:
     model = seeded(lambda: Classifier(dim=64, layers=2, dropout=0.5))
     formulation = formulated(model, torch.ones(rows, 64))
-    return formulation, of_kind(formulation, "bernoulli.p")[0]
+    return formulation, of_kind(formulation, "native_dropout.default")[0]
 
 
 def test_a_large_random_operation_runs_again_from_the_saved_state() -> None:
