@@ -271,6 +271,8 @@ class _Configured:
         self.settings: dict[str, Any] = {
             # Hooks that come and go after the capture are guarded on.
             "skip_nnmodule_hook_guards": False,
+            # It overlooks that a parameter was frozen or its data replaced (torch before 2.13).
+            "skip_tensor_guards_with_matching_dict_tags": False,
             # A gradient taken inside the forward is part of the graph.
             "trace_autograd_ops": True,
             # NumPy's draws are NumPy's: traced, they would be torch's.
