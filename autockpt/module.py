@@ -221,6 +221,7 @@ class Handle:
         self.planner.forget()
         self._floats, self._integers = _torch.Floats(), _torch.Integers()
         self._begun, self._captures = False, 0
+        self._planned_anew = False  # a run that has begun, whose graphs are to be made again
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
         self._memory: Memory | None = None
@@ -336,7 +337,7 @@ class Handle:
             return self._run_several(args, kwargs)
         for graph in self.planner.graphs:
             graph.stop_watching()
-        begun = bool(self.planner.graphs)
+        begun = bool(self.planner.graphs) or self._planned_anew
         failure = ""
         try:
             self.planner.inputs = (args, kwargs)
@@ -394,7 +395,7 @@ class Handle:
     def _trace_anew_where_code_has_changed(self) -> None:
         if self._begun and self._unguarded() != self._taken_for_granted:
             self._renew()
-            self.planner.graphs = []
+            self.planner.graphs, self._planned_anew = [], False
             if self._several is not None:
                 self._several.forget()
         captures = len(self.planner.graphs) + (self._several.captures if self._several else 0)
@@ -445,6 +446,7 @@ class Handle:
         if changed:
             self._renew()
             self.planner.graphs = []
+            self._planned_anew = True
 
     def _may_divide(self) -> bool:
         """Whether a model that cannot be captured whole may run as several graphs."""

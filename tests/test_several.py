@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import random
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -336,6 +337,32 @@ def test_a_graph_that_goes_while_the_next_step_runs() -> None:
             one(x).square().mean().backward()
     torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad)
     assert model.plan is not None
+
+
+class Chosen(nn.Module):
+    """Writes what it computes of some rows, whose number depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, y = x.mean(-1) > 0, x.clone()
+        y[chosen] = self.inner(x[chosen]).tanh()
+        return y
+
+
+def test_a_trace_that_cannot_be_differentiated_gives_no_warning() -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(32, 16), Chosen()
+    model = autockpt.optimize(copy.deepcopy(plain), None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+    assert not said
+    torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad)
 
 
 def test_a_double_backward_is_refused() -> None:

@@ -178,6 +178,8 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin")
         # It looks at the gradients of inputs, which may be no leaves.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        # It differentiates with autograd's anomaly mode on; what fails there is told by us.
+        warnings.filterwarnings("ignore", "Error detected in ")
         yield
 
 
