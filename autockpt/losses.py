@@ -44,6 +44,11 @@ def loss_of(output: Any, target: Any, loss_fn: Callable[..., Any] | None) -> Ten
         source = "loss_fn returned"
     else:
         loss, source = _own(output), "the model returned"
+    if not isinstance(loss, Tensor) and loss_fn is not None:
+        raise InputError(
+            f"{source} {type(loss).__name__}; it must return the loss alone, as a tensor of one "
+            "number."
+        )
     if not isinstance(loss, Tensor):
         raise InputError(
             f"{source} {type(loss).__name__}, in which there is no loss. Return the loss as a "

@@ -123,7 +123,8 @@ def cut(
     start = 0
     for size in sizes:
         taken = [
-            _taken(a, along, split.batch_dim, samples, start, size) for _, a, along in arguments
+            _taken(name, value, split.batch_dim if along is _RULE else along, samples, start, size)
+            for name, value, along in arguments
         ]
         start += size
         count = len(batch.args)
@@ -134,11 +135,9 @@ def cut(
 
 def _read(
     forward: Callable[..., Any], batch: Batch, split: Split
-) -> tuple[list[tuple[str, Any, Any]], int]:
+) -> tuple[list[tuple[str | int, Any, Any]], int]:
     """Each argument with its name and along what it is cut, and the number of samples."""
-    arguments = [
-        (str(names[0]), value, split.along(names)) for names, value in _named(forward, batch)
-    ]
+    arguments = [(names[0], value, split.along(names)) for names, value in _named(forward, batch)]
     _check_names(forward, batch, split)
     samples = _samples(arguments, split)
     cut_any = False
@@ -158,8 +157,8 @@ def _read(
             wrong = next((size for size in found if size != samples), None)
             if wrong is not None or not found:
                 raise InputError(
-                    f"{name} is to be cut along {along!r} into the batch's {samples} samples, but "
-                    f"has {'no tensor there' if not found else f'{wrong} entries'}."
+                    f"{_called(name)} is to be cut along {along!r} into the batch's {samples} "
+                    f"samples, but has {'no tensor there' if not found else f'{wrong} entries'}."
                 )
             cut_any = True
     if not cut_any:
@@ -204,7 +203,7 @@ def _check_names(forward: Callable[..., Any], batch: Batch, split: Split) -> Non
             )
 
 
-def _samples(arguments: list[tuple[str, Any, Any]], split: Split) -> int:
+def _samples(arguments: list[tuple[str | int, Any, Any]], split: Split) -> int:
     for _, value, along in arguments:
         where = split.batch_dim if along is _RULE else along
         size = next(iter(_sizes(value, where)), None) if where is not None else None
@@ -224,8 +223,10 @@ def _sizes(value: Any, along: _Along) -> Iterator[int]:
         if isinstance(value, (list, tuple)):
             yield len(value)
     elif isinstance(value, Tensor):
-        if isinstance(along, int) and -value.dim() <= along < value.dim():
-            yield int(value.shape[along])
+        # The other dimensions of a nested tensor have no one size.
+        rank = 1 if value.is_nested else value.dim()
+        if isinstance(along, int) and -rank <= along < rank:
+            yield int(value.size(along))
     else:
         for item in _items(value):
             yield from _sizes(item, along)
@@ -248,16 +249,24 @@ def _items(value: Any) -> list[Any]:
     return []
 
 
-def _taken(value: Any, along: Any, dim: int, samples: int, start: int, size: int) -> Any:
+def _taken(name: str | int, value: Any, along: _Along, samples: int, start: int, size: int) -> Any:
     if along is None:
         return value
     if along == ITEMS:
         return value[start : start + size]
-    where = dim if along is _RULE else along
+    where = int(along)
 
     def narrowed(tensor: Tensor) -> Tensor:
-        if not -tensor.dim() <= where < tensor.dim() or tensor.shape[where] != samples:
+        if samples not in _sizes(tensor, where):
             return tensor
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InputError(
+                f"{_called(name)} has a {kind} tensor with {samples} entries, as many as the "
+                "batch, and only dense tensors are cut. Pass it dense or padded, say "
+                f"split={{{name!r}: None}} to give it whole to every micro-batch, or take the "
+                "micro-batches one by one with micro_step."
+            )
         return tensor.narrow(where, start, size)
 
     return _mapped(narrowed, value)
@@ -286,32 +295,38 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return made
 
 
-def _refuse_samples(name: str, value: list[Any], dim: int, samples: int) -> None:
+def _called(name: str | int) -> str:
+    return f"argument {name}" if isinstance(name, int) else name
+
+
+def _refuse_samples(name: str | int, value: list[Any], dim: int, samples: int) -> None:
     """Raise where a list seems to have an item for each sample."""
     own = {size for item in value if isinstance(item, Tensor) for size in _sizes(item, dim)}
     ragged = samples in own and len(own) > 1
     cut = any(samples in _sizes(item, dim) for item in value)
     if ragged or (len(value) == samples and not cut and any(_dims(item) for item in value)):
         raise InputError(
-            f"{name} has a list of {len(value)} items, which may be one for each sample. Say "
-            f"split={{{name!r}: 'items'}} to cut the list, split={{{name!r}: {dim}}} to cut the "
-            "tensors in it, or None in their place to give it whole to every micro-batch."
+            f"{_called(name)} has a list of {len(value)} items, which may be one for each "
+            f"sample. Say split={{{name!r}: 'items'}} to cut the list, split={{{name!r}: {dim}}} "
+            "to cut the tensors in it, or None in their place to give it whole to every "
+            "micro-batch."
         )
 
 
-def _refuse_unknown(name: str, value: Any, dim: int, samples: int) -> None:
+def _refuse_unknown(name: str | int, value: Any, dim: int, samples: int) -> None:
     """Raise where a value seems to hold a part of the batch that the rule would not cut right."""
     if isinstance(value, PackedSequence):
         raise InputError(
-            f"{name} is a PackedSequence, which cannot be cut. Pass the padded tensor and pack it "
-            "in the model, or take the micro-batches one by one with micro_step(weight=...)."
+            f"{_called(name)} is a PackedSequence, which cannot be cut. Pass the padded tensor "
+            "and pack it in the model, or take the micro-batches one by one with "
+            "micro_step(weight=...)."
         )
     if isinstance(value, list):
         _refuse_samples(name, value, dim, samples)
     if not isinstance(value, Tensor) and samples in getattr(value, "shape", ())[dim : dim + 1]:
         raise InputError(
-            f"{name} holds a {type(value).__name__} with {samples} entries, as many as the batch, "
-            "and only tensors are split. Pass a tensor (torch.from_numpy), or say "
+            f"{_called(name)} holds a {type(value).__name__} with {samples} entries, as many as "
+            "the batch, and only tensors are split. Pass a tensor (torch.from_numpy), or say "
             f"split={{{name!r}: None}} to give it whole to every micro-batch."
         )
     if isinstance(value, Tensor) or _items(value):
@@ -323,7 +338,7 @@ def _refuse_unknown(name: str, value: Any, dim: int, samples: int) -> None:
     for key, item in vars(value).items():
         if isinstance(item, Tensor) and samples in _sizes(item, dim):
             raise InputError(
-                f"{name} holds a {type(value).__name__} whose {key} looks batched, and such an "
-                "object is not split. Pass its tensors in a tuple, dict or dataclass, or say "
-                f"split={{{name!r}: None}} to give it whole to every micro-batch."
+                f"{_called(name)} holds a {type(value).__name__} whose {key} looks batched, and "
+                "such an object is not split. Pass its tensors in a tuple, dict or dataclass, or "
+                f"say split={{{name!r}: None}} to give it whole to every micro-batch."
             )

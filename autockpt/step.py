@@ -398,7 +398,8 @@ class Stepper:
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
         if target is None or self.loss_fn is not None:
             return Batch(args, kwargs, target)
-        if "target" in inspect.signature(self.model.forward).parameters:
+        parameters = inspect.signature(self.model.forward).parameters
+        if "target" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return Batch(args, {**kwargs, "target": target})
         raise InputError(
             f"target= was given, but {type(self.model).__name__}.forward does not take it and "

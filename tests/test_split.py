@@ -165,6 +165,28 @@ def test_packed_sequences_are_refused() -> None:
         parts(packed)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested", "jagged"])
+def test_what_is_not_dense_is_refused_or_goes_whole(kind: str) -> None:
+    value = {
+        "sparse": X.to_sparse,
+        "nested": lambda: torch.nested.nested_tensor([X[0, :1], *X[1:]]),
+        "jagged": lambda: torch.nested.nested_tensor([X[0, :1], *X[1:]], layout=torch.jagged),
+    }[kind]()
+    with pytest.raises(InputError, match=rf"{len(X)} entries.*split=\{{'y': None\}}"):
+        parts(X, y=value)
+    assert all(part.kwargs["y"] is value for part in parts(X, y=value, split={"y": None}))
+
+
+def test_an_argument_without_a_name_is_called_by_its_position() -> None:
+    def forward(*arguments: Any) -> None: ...
+
+    batch = Batch((X, X.numpy()), {})
+    with pytest.raises(InputError, match=r"argument 1 holds a ndarray.*split=\{1: None\}"):
+        batch_size(forward, batch, Split())
+    assert batch_size(forward, batch, Split(said={1: None})) == len(X)
+
+
 def test_a_target_without_the_batchs_dimension_is_refused() -> None:
     with pytest.raises(InputError, match="no entries along dimension 1"):
         parts(X.t(), batch_dim=1, target=torch.ones(4))

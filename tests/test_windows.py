@@ -486,14 +486,20 @@ def test_a_loss_may_come_in_any_of_these_ways(kind: str) -> None:
         assert_close(optimizer.seen.pop(), want, 1e-12)
 
 
-def test_without_a_loss_fn_the_target_is_an_argument_of_the_model() -> None:
-    class Model(MLP):
+@pytest.mark.parametrize("named", [True, False])
+def test_without_a_loss_fn_the_target_is_an_argument_of_the_model(named: bool) -> None:
+    class Named(MLP):
         def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
             return MEAN(super().forward(x), target)
 
+    class Others(MLP):
+        def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+            return MEAN(super().forward(x), others["target"])
+
+    kind = Named if named else Others
     x, y = batch()
     _, want = full_batch(mlp(), lambda m: MEAN(m(x), y))
-    model, optimizer = optimised(seeded(lambda: Model(dim=8, layers=2)).double(), 3)
+    model, optimizer = optimised(seeded(lambda: kind(dim=8, layers=2)).double(), 3)
     model.step(x, target=y)
     assert_close(optimizer.seen.pop(), want, 1e-12)
     model, _ = optimised(mlp(), 3)
@@ -506,8 +512,8 @@ def test_without_a_loss_fn_the_target_is_an_argument_of_the_model() -> None:
     [
         (None, "shape"),
         (lambda output: output.detach().mean(), "does not depend"),
-        (lambda output: (output, 3), "no loss"),
-        (lambda output: output.mean().item(), "no loss"),
+        (lambda output: (output, 3), "the loss alone"),
+        (lambda output: output.mean().item(), "the loss alone"),
         (lambda output: output.argmax(), "floating-point"),
     ],
 )
