@@ -124,7 +124,7 @@ _LEFT_BEHIND: list[_Onlooker] = []
 
 def leave_what_is_left_behind() -> None:
     """Leave the modes whose owners are gone: between operators, in the thread that entered them."""
-    if in_backward():
+    if not _LEFT_BEHIND or in_backward() or _in_compiled_code():
         return
     for _ in range(len(_LEFT_BEHIND)):
         mode = _LEFT_BEHIND.pop(0)
