@@ -221,7 +221,6 @@ class Handle:
         self.planner.forget()
         self._floats, self._integers = _torch.Floats(), _torch.Integers()
         self._begun, self._captures = False, 0
-        self._planned_anew = False  # a run that has begun, whose graphs are to be made again
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
         self._memory: Memory | None = None
@@ -337,7 +336,7 @@ class Handle:
             return self._run_several(args, kwargs)
         for graph in self.planner.graphs:
             graph.stop_watching()
-        begun = bool(self.planner.graphs) or self._planned_anew
+        begun = bool(self.planner.graphs) or self.planner.begun
         failure = ""
         try:
             self.planner.inputs = (args, kwargs)
@@ -395,7 +394,7 @@ class Handle:
     def _trace_anew_where_code_has_changed(self) -> None:
         if self._begun and self._unguarded() != self._taken_for_granted:
             self._renew()
-            self.planner.graphs, self._planned_anew = [], False
+            self.planner.graphs, self.planner.begun = [], False
             if self._several is not None:
                 self._several.forget()
         captures = len(self.planner.graphs) + (self._several.captures if self._several else 0)
@@ -446,7 +445,7 @@ class Handle:
         if changed:
             self._renew()
             self.planner.graphs = []
-            self._planned_anew = True
+            self.planner.begun = True
 
     def _may_divide(self) -> bool:
         """Whether a model that cannot be captured whole may run as several graphs."""

@@ -100,6 +100,7 @@ class Planner:
     def forget(self) -> None:
         """Forget every graph, and what was learned."""
         self.graphs: list[Graph] = []
+        self.begun = False  # a run whose graphs are to be made again
         self.known: dict[str, Known] = {}
         self.flights = Flights()
         self._holds: dict[str, int] = {}  # by graph: what an open forward of it holds
@@ -257,7 +258,7 @@ class Planner:
             least = replace(around, gone=outputs, released=outputs)
             needed = self._smallest(captured, least).plan
             if not self._within_budget(needed):
-                if not self.graphs:
+                if not (self.graphs or self.begun):
                     raise _of_a_guess(error, needed.peak_bytes) from None
                 return Known(most), self._settled(captured, most)
         # It may fit, depending on what the user's loss allocates and which outputs are held. The
