@@ -66,12 +66,14 @@ class Record:
         size_bytes: of each block, by its number.
         died: the event during or after which a block was released; not for what still lives.
         complete: whether the backward came to its end.
+        within: whether a backward ran inside the forward, which took gradients itself.
     """
 
     events: list[Event] = field(default_factory=list)
     size_bytes: list[int] = field(default_factory=list)
     died: dict[int, int] = field(default_factory=dict)
     complete: bool = False
+    within: bool = False
 
     @property
     def sequence(self) -> tuple[Any, ...]:
@@ -81,6 +83,8 @@ class Record:
     @property
     def regular(self) -> bool:
         """Whether each graph ran forward once and then backward at most once."""
+        if self.within:
+            return False
         forward = self.sequence
         backward = [e.graph for e in self.events if e.kind is Kind.BACKWARD]
         kinds = [e.kind for e in self.events if e.kind is not Kind.OPERATOR]

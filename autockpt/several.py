@@ -329,7 +329,13 @@ class Several:
         if not record.complete:
             return
         self._seen.add((self.recorded.gradients_exist, keys))
-        if record.regular:
+        if record.within:
+            _LOG.warning(
+                "%s takes gradients inside its forward, which is not traced: it runs without a "
+                "plan, and may take more than the budget.",
+                type(self.model).__name__,
+            )
+        elif record.regular:
             self._learn(record)
 
     # -------------------------------------------------------------- planning the whole step
@@ -492,6 +498,7 @@ class _Piece(Graph):
         batched = any(map(_torch.is_batched, args[tangents]))
         if owner is None or owner.recorder is None or batched:
             return super().run_backward(run, args)
+        owner.recorder.record.within |= owner.inside
 
         def run_it(args: list[Any]) -> Any:
             return super(_Piece, self).run_backward(run, args)

@@ -365,6 +365,39 @@ def test_a_trace_that_cannot_be_differentiated_gives_no_warning() -> None:
     torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad)
 
 
+class Descends(nn.Module):
+    """Takes gradients in its forward, of what the tracer does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.head = nn.Sequential(nn.Linear(16, 16), nn.SiLU()), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.detach().clone().requires_grad_(True)
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(self.energy(z).sum(), z)
+            z = (z - 0.1 * slope).detach().requires_grad_(True)
+        return self.head(self.energy(z.detach()))
+
+
+def test_no_step_is_planned_by_a_backward_inside_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    log = logging.getLogger("autockpt")
+    monkeypatch.setattr(log, "warning", lambda text, *_: said.append(text))
+    torch.manual_seed(0)
+    x, plain = torch.randn(32, 16), Descends()
+    model = autockpt.optimize(copy.deepcopy(plain), None)
+    for _ in range(5):
+        for one in (plain, model):
+            one(x).square().mean().backward()
+    torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
+    assert model.plan is None
+    (warning,) = said
+    assert "takes gradients inside its forward" in warning
+
+
 def test_a_double_backward_is_refused() -> None:
     model, x = autockpt.optimize(Branching(), None), torch.randn(4, 16, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
