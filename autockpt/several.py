@@ -104,6 +104,7 @@ class Several:
         self.around = around
         self.parts: dict[nn.Module, Part] = {}
         self.inside = False
+        self._told_of_gradients = False
         self.plan: Plan | None = None
         self.captures = 0
         self.places: dict[Key, dict[int, int]] = {}
@@ -329,7 +330,8 @@ class Several:
         if not record.complete:
             return
         self._seen.add((self.recorded.gradients_exist, keys))
-        if record.within:
+        if record.within and not self._told_of_gradients:
+            self._told_of_gradients = True
             _LOG.warning(
                 "%s takes gradients inside its forward, which is not traced: it runs without a "
                 "plan, and may take more than the budget.",
