@@ -124,6 +124,7 @@ class _Race:
         self.add_s = add_s
         self.time_limit_s = time_limit_s
         self.best: int | None = None
+        self.may_fit: tuple[int, Plan] | None = None
         self.found_s: dict[int, float] = {}
         self.least_s: dict[int, float] = {}  # proved lower bound on the step's time
         self.plans: dict[int, Plan] = {}
@@ -156,6 +157,8 @@ class _Race:
             InfeasibleBudget: nothing fits.
         InputError, OutOfMemoryError: nothing runs.
         """
+        if self.best is None and self.may_fit is not None:
+            self._has(*self.may_fit)
         if self.best is None and self.too_small is None:
             assert self.failure is not None
             raise self.failure
@@ -193,6 +196,12 @@ class _Race:
             self.said[parts] = f"needs {error.minimum_bytes:,} bytes"
             if self.too_small is None or error.minimum_bytes < self.too_small.minimum_bytes:
                 self.too_small = error
+            return
+        if self.budget_bytes is not None and plan.peak_bytes > self.budget_bytes:
+            # It fits only where the loss takes less than one has to fear: better one that does.
+            self.said[parts] = f"may need {plan.peak_bytes:,} bytes"
+            if self.may_fit is None or plan.peak_bytes < self.may_fit[1].peak_bytes:
+                self.may_fit = parts, plan
             return
         # What no schedule can save is no reason to look on.
         least = self._total_s(plan, parts) - self._scaled(plan.gap * plan.baseline_time_s, parts)

@@ -221,6 +221,7 @@ class Handle:
         self.planner.forget()
         self._floats, self._integers = _torch.Floats(), _torch.Integers()
         self._begun, self._captures = False, 0
+        self._ran: set[str] = set()  # keys of the graphs that this step has run
         self._unguarded: Callable[[], list[Any]] = list
         self._taken_for_granted: list[Any] = []
         self._memory: Memory | None = None
@@ -373,6 +374,7 @@ class Handle:
         nodes = _torch.compiled_nodes(output)
         for graph in self.planner.graphs:
             if graph.ran:
+                self._ran.add(graph.key)
                 self._show_again(graph.made.plan)
                 if nodes:
                     self._takes_off(graph, nodes[0], (args, kwargs), output)
@@ -526,12 +528,12 @@ class Handle:
             InputError: the batch cannot be split, the loss is no loss, or a weight no weight.
             InfeasibleBudget, CaptureError: as a first training forward, see :func:`optimize`.
         """
+        self._ran.clear()
         loss = self._stepper.step(*args, target=target, weight=weight, **kwargs)
-        if self.planner.graphs:
+        plans = [graph.made.plan for graph in self.planner.graphs if graph.key in self._ran]
+        if plans:
             # Micro-batches of two sizes have two plans; the step's peak is that of one of them.
-            self._show(
-                max((g.made.plan for g in self.planner.graphs), key=lambda plan: plan.peak_bytes)
-            )
+            self._show(max(plans, key=lambda plan: plan.peak_bytes))
         return loss
 
     def micro_step(
@@ -610,7 +612,8 @@ class Handle:
         self._choice = self._choices[key]
         return self._choice.sizes
 
-    def _chosen(self, batch: Batch, split: Split, samples: int) -> Choice:
+    def _chosen(self, batch: Batch, split: Split, samples: int, *, over: bool = False) -> Choice:
+        """Choose; a training that has begun goes on ``over`` its budget where nothing fits."""
         captured: dict[int, tuple[str, Capture]] = {}  # by the number of micro-batches
         known: dict[int, Known] = {}
 
@@ -623,7 +626,7 @@ class Handle:
                 if parts not in captured:
                     captured[parts] = capture(self.model, part.args, part.kwargs, _read)
                 found = captured[parts][1]
-                known[parts], made = self.planner.guess(found)
+                known[parts], made = self.planner.guess(found, over=over)
                 known[parts] = replace(known[parts], absent=found.absent, plan=made.plan)
                 return made.plan
 
@@ -645,6 +648,8 @@ class Handle:
                 self.planner.options.time_limit_s,
             )
         except AutockptError as error:
+            if isinstance(error, InfeasibleBudget) and self.planner.graphs and not over:
+                return self._chosen(batch, split, samples, over=True)
             if not self.planner.graphs:
                 self.detach()
             if isinstance(error, CaptureError):

@@ -246,8 +246,16 @@ class Planner:
                 return captured, Known(around, captured.absent), made
         return None
 
-    def guess(self, captured: Capture) -> tuple[Known, Made]:
-        """Plan a captured step of which nothing is known but what one can guess."""
+    def guess(self, captured: Capture, *, over: bool = True) -> tuple[Known, Made]:
+        """Plan a captured step of which nothing is known but what one can guess.
+
+        Args:
+            captured: the step.
+            over: whether a training that has begun may go on over its budget with this one.
+
+        Raises:
+            InfeasibleBudget: it cannot fit.
+        """
         around = self.around()
         most = guessed(captured, around, self.device.round_up)
         most = replace(most, beside_bytes=self._held_now())
@@ -258,7 +266,7 @@ class Planner:
             least = replace(around, gone=outputs, released=outputs)
             needed = self._smallest(captured, least).plan
             if not self._within_budget(needed):
-                if not (self.graphs or self.begun):
+                if not (over and (self.graphs or self.begun)):
                     raise _of_a_guess(error, needed.peak_bytes) from None
                 return Known(most), self._settled(captured, most)
         # It may fit, depending on what the user's loss allocates and which outputs are held. The

@@ -219,6 +219,38 @@ def test_a_budget_too_small_for_one_sample_says_the_minimum(data: tuple[Tensor, 
     assert measured <= error.value.minimum_bytes + 8  # the loss that is returned
 
 
+def test_a_batch_of_another_size_is_cut_to_fit_too() -> None:
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(64, 6), torch.randn(64, 64)
+
+    def optimised_for(budget: int) -> None:
+        autockpt.optimize(
+            model,
+            budget,
+            optimizer=optimizer,
+            accumulate="auto",
+            loss_fn=functional.mse_loss,
+            time_limit=0.5,
+        )
+
+    def step(samples: int) -> int:
+        assert model.step(x[:samples].clone(), target=y[:samples].clone()).isfinite()
+        return model.plan.peak_bytes
+
+    optimised_for(1000)
+    with pytest.raises(InfeasibleBudget) as error:
+        step(32)
+    budget = error.value.minimum_bytes
+    optimised_for(budget)
+    step(32)
+    first = step(32)
+    assert step(31) <= budget
+    assert model.plan.origin["micro-batches"] == "31 of at most 1 samples"
+    assert step(32) == first <= budget  # the plan shown is that of this step
+    assert step(64) > budget  # its inputs alone are: the training goes on
+
+
 def test_what_auto_cannot_do_says_so() -> None:
     class Breaking(MLP):
         def forward(self, x: Tensor) -> Tensor:
