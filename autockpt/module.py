@@ -648,9 +648,10 @@ class Handle:
                 self.planner.options.time_limit_s,
             )
         except AutockptError as error:
-            if isinstance(error, InfeasibleBudget) and self.planner.graphs and not over:
+            begun = bool(self.planner.graphs) or self.planner.begun
+            if isinstance(error, InfeasibleBudget) and begun and not over:
                 return self._chosen(batch, split, samples, over=True)
-            if not self.planner.graphs:
+            if not begun:
                 self.detach()
             if isinstance(error, CaptureError):
                 raise CaptureError(
