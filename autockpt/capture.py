@@ -21,6 +21,7 @@ from autockpt import _torch
 from autockpt._torch import JointGraph
 from autockpt.copies import drop_copies
 from autockpt.out_of_memory import OutOfMemory
+from autockpt.pieces import join_pieces
 from autockpt.tangents import assumed_absent, look_anew, tensors, without_tangents
 from autockpt_solvers.errors import CaptureError, InputError
 
@@ -128,6 +129,7 @@ def read_joint(joint: JointGraph, absent: Collection[int] | None = None) -> Capt
     look_anew(joint.module)
     _drop_false_dependences(joint)
     drop_copies(joint)
+    join_pieces(joint)
     nodes = list(joint.module.graph.nodes)
     backward = _backward_nodes(joint, nodes)
     needed = _needed_nodes(joint, nodes)

@@ -37,6 +37,7 @@ ORDER = [
     "out_of_memory",
     "tangents",
     "copies",
+    "pieces",
     "device",
     "roofline",
     "weights",
