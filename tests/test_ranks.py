@@ -90,6 +90,7 @@ def work(rank: int, folder: str, kind: str, named: bool) -> None:
             if kind == "flush":
                 model.flush()
         torch.save(seen, Path(folder) / f"{rank}.pt")
+        distributed.barrier()  # neither leaves while the other still talks to it
     finally:
         distributed.destroy_process_group()
 
