@@ -337,7 +337,7 @@ class Handle:
             return self._run_several(args, kwargs)
         for graph in self.planner.graphs:
             graph.stop_watching()
-        begun = bool(self.planner.graphs) or self.planner.begun
+        begun = self.planner.under_way
         failure = ""
         try:
             self.planner.inputs = (args, kwargs)
@@ -648,7 +648,7 @@ class Handle:
                 self.planner.options.time_limit_s,
             )
         except AutockptError as error:
-            begun = bool(self.planner.graphs) or self.planner.begun
+            begun = self.planner.under_way
             if isinstance(error, InfeasibleBudget) and begun and not over:
                 return self._chosen(batch, split, samples, over=True)
             if not begun:

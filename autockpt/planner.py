@@ -246,6 +246,11 @@ class Planner:
                 return captured, Known(around, captured.absent), made
         return None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a training has begun, be it that its graphs are to be made again."""
+        return bool(self.graphs) or self.begun
+
     def guess(self, captured: Capture, *, over: bool = True) -> tuple[Known, Made]:
         """Plan a captured step of which nothing is known but what one can guess.
 
@@ -266,7 +271,7 @@ class Planner:
             least = replace(around, gone=outputs, released=outputs)
             needed = self._smallest(captured, least).plan
             if not self._within_budget(needed):
-                if not (over and (self.graphs or self.begun)):
+                if not (over and self.under_way):
                     raise _of_a_guess(error, needed.peak_bytes) from None
                 return Known(most), self._settled(captured, most)
         # It may fit, depending on what the user's loss allocates and which outputs are held. The

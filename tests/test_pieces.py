@@ -69,10 +69,16 @@ def test_others_are_summed_up_as_they_were(look: Callable[[Tensor], Tensor]) -> 
     assert pieces_left(seeded(lambda: Reads(look)), torch.randn(8, 12)) == 2
 
 
+@pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("look", [unpacked, steps, halves, some, overlapping, twice])
-def test_gradients_are_those_of_eager(look: Callable[[Tensor], Tensor]) -> None:
+def test_gradients_are_those_of_eager(look: Callable[[Tensor], Tensor], tight: bool) -> None:
     eager, model = seeded(lambda: Reads(look)), seeded(lambda: Reads(look))
-    autockpt.optimize(model, None)
     x = torch.randn(8, 12, generator=torch.manual_seed(1)).requires_grad_()
+    budget = None
+    if tight:
+        with pytest.raises(autockpt.InfeasibleBudget) as error:
+            autockpt.plan(model, (x,), 1)
+        budget = error.value.minimum_bytes
+    autockpt.optimize(model, budget, time_limit=1)
     expected = run_step(eager, (x,))
     assert_same(run_step(model, (x,)), expected, bitwise=False)
